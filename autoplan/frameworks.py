@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from autoplan.common.errors import AutoplanError
@@ -51,8 +49,7 @@ def hand_over(host: Host, model: nn.Module | None = None) -> Host:
         adapted = accelerator_class(host, _SHARDED, model)
     if adapted is None:
         raise AutoplanError(f"{host.__name__} is neither a Trainer nor an Accelerator")
-    result: Host = adapted
-    return result
+    return adapted
 
 
 def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
@@ -64,16 +61,12 @@ def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
     return replicas, max(1, shards // plan.cp_size), max(plan.tp_size, plan.ep_size) * plan.cp_size
 
 
-def _load(model: nn.Module, folder: str | os.PathLike[str]) -> Any:
-    return load_weights(uncompiled(model), str(folder))
-
-
-def _clip(model: nn.Module, norm: float) -> torch.Tensor:
-    return clip_gradients(model, norm)
-
-
-def _together(model: nn.Module, doing: str) -> fail_together:
-    return fail_together(Voters.everyone(model), doing)
-
-
-_SHARDED = Sharded(_sizes, save_weights, _load, save_optimizer, load_optimizer, _clip, _together)
+_SHARDED = Sharded(
+    _sizes,
+    save_weights,
+    lambda model, folder: load_weights(uncompiled(model), str(folder)),
+    save_optimizer,
+    load_optimizer,
+    clip_gradients,
+    lambda model, doing: fail_together(Voters.everyone(model), doing),
+)

@@ -177,5 +177,4 @@ def dispatcher() -> Any:
 
 def op_handlers() -> dict[Any, Any]:
     """Return the ops that DTensor leaves to a function of theirs."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    return handlers
+    return DTensor._op_dispatcher._custom_op_handlers

@@ -178,9 +178,7 @@ class _Gather(Recorded):
         ctx.how = group, dim, rows
         whole = all_gather_rows(x, group, dim, [len(row) for row in rows])
         order = whole_order(rows)
-        if order is not None:
-            return take_rows(whole, dim, order)
-        return _writable(whole)
+        return take_rows(whole, dim, order) if order is not None else _writable(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

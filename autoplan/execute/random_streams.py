@@ -47,8 +47,7 @@ def _on_device() -> torch.Generator | None:
     the device's belongs to the caller."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()) or is_simulated():
         return None
-    generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    return generator
+    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def get_state() -> Generators:

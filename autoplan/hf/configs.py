@@ -121,8 +121,7 @@ _WIDEST = 256  # largest head dim of the flash kernel
 
 def attention_of(model: Any) -> str | None:
     """Return the name of a model's attention implementation; None for a model of another library."""
-    name: str | None = getattr(model.config, "_attn_implementation", None)
-    return name
+    return getattr(model.config, "_attn_implementation", None)
 
 
 def take_flash_attention(model: nn.Module) -> bool:

@@ -54,8 +54,7 @@ def _adapters_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _base_of(module: nn.Module) -> nn.Module:
-    base: nn.Module = module.get_base_model() if _adapters_of(module) else module
-    return base
+    return module.get_base_model() if _adapters_of(module) else module
 
 
 def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, ...] | None:

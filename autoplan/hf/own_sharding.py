@@ -26,8 +26,7 @@ _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 
 def from_config(cls: Any) -> Callable[[Any], nn.Module] | None:
     """Return the function that makes a model of this class from a config; None for a class of another library."""
-    build: Callable[[Any], nn.Module] | None = getattr(cls, "_from_config", None)
-    return build
+    return getattr(cls, "_from_config", None)
 
 
 def shipped_plan(model: object) -> Mapping[str, str]:
@@ -194,10 +193,7 @@ def context_hooks() -> Callable[[Any], None] | None:
     None if the installed version has none."""
     if find_spec("accelerate") is None:
         return None
-    attach: Callable[[Any], None] | None = getattr(
-        importlib.import_module("accelerate.big_modeling"), "_attach_context_parallel_hooks", None
-    )
-    return attach
+    return getattr(importlib.import_module("accelerate.big_modeling"), "_attach_context_parallel_hooks", None)
 
 
 def with_all_positions(model: Any, feed: Mapping[str, Any], length: int) -> dict[str, Any]:

@@ -123,8 +123,7 @@ def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    data: dict[str, Any] = read_plain(path, NotPlain(error=SourceError, hint="fix the TOML"), notation="toml")
-    return data
+    return read_plain(path, NotPlain(error=SourceError, hint="fix the TOML"), notation="toml")
 
 
 def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]:

@@ -63,8 +63,7 @@ _of_thread = threading.local()
 def _flag_of_this_thread() -> _Flag:
     if not hasattr(_of_thread, "flag"):
         _of_thread.flag = _Flag()
-    flag: _Flag = _of_thread.flag
-    return flag
+    return _of_thread.flag
 
 
 def _places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[Place]:

@@ -248,8 +248,7 @@ def told_of_stored(tell: Callable[[torch.Tensor], None]) -> Hold:
     def telling(plain: Any) -> Any:
         def storage_ptr(tensor: torch.Tensor) -> int:
             tell(tensor)
-            pointer: int = plain(tensor)
-            return pointer
+            return plain(tensor)
 
         return storage_ptr
 

@@ -305,6 +305,4 @@ def _first_sharded(layout: Layout) -> Layout:
 
 
 def _count(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {_PLURALS.get(noun, f'{noun}s')}"
+    return f"1 {noun}" if number == 1 else f"{number} {_PLURALS.get(noun, f'{noun}s')}"

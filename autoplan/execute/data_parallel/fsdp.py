@@ -157,8 +157,7 @@ class Places:
         self.joining.append(state._post_forward(unit, (value,), value * 1))
 
     def _joined(self, x: torch.Tensor) -> torch.Tensor:
-        joined: torch.Tensor = _Joined.apply(x, *self.joining)
-        return joined
+        return _Joined.apply(x, *self.joining)
 
     def _unit(self, place: Place) -> FSDPModule:
         unit = self.model.get_submodule(place.names[0])

@@ -72,9 +72,7 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
         return torch.zeros(())
     device = parts[-1].device
     totals = torch.stack([part.to(device) for part in parts])
-    if math.isinf(norm_type):
-        return totals.max()
-    return totals.sum() ** (1.0 / norm_type)
+    return totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
 
 
 def clip_gradients(

@@ -73,8 +73,7 @@ def _watching(cls: Any) -> type[nn.Module]:
         return (rebuild, arguments, *rest)
 
     subclass: Any = subclass_of(cls, {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
-    watching: type[nn.Module] = subclass
-    return watching
+    return subclass
 
 
 class _Kind:
@@ -92,8 +91,7 @@ class _Kind:
 
 def _rebuild(kind: _Kind) -> nn.Module:
     kind_watching: Any = _watching(kind.cls)
-    module: nn.Module = kind_watching.__new__(kind_watching)
-    return module
+    return kind_watching.__new__(kind_watching)
 
 
 def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:

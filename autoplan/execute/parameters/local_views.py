@@ -104,8 +104,7 @@ def whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
     if not isinstance(parameter, DTensor) or held is None:
         return parameter
     if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run, so it is not gathered
-        whole: torch.Tensor = _WholeOfUnit.apply(parameter, held)
-        return whole
+        return _WholeOfUnit.apply(parameter, held)
     local = held.held_of(_local(parameter))
     return local if held.dim is None else gather_over_ranks(local, held.group, held.dim, held.rows)
 
@@ -132,8 +131,7 @@ def _local(parameter: DTensor) -> torch.Tensor:
     """Return `to_local()`, without the search for the gradient's placements: they are those of its parameter."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return parameter.to_local()
-    local: torch.Tensor = _ToLocal.apply(parameter)
-    return local
+    return _ToLocal.apply(parameter)
 
 
 class _ToLocal(Recorded):
@@ -200,8 +198,7 @@ def view_class(cls: Any, names: tuple[str, ...]) -> type:
         namespace["_flat_weights"] = _flat_weights_property()
         # Views are new tensors each time, which recurrent layers would take for changed weights.
         namespace["_update_flat_weights"] = lambda self: None
-    subclass: type = subclass_of(cls, namespace)
-    return subclass
+    return subclass_of(cls, namespace)
 
 
 def _reading_call(cls: type) -> Callable[..., Any]:
@@ -394,5 +391,4 @@ def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
 
 def _rebuild(cls: type, names: tuple[str, ...]) -> nn.Module:
     subclass: Any = view_class(cls, names)
-    module: nn.Module = subclass.__new__(subclass)
-    return module
+    return subclass.__new__(subclass)

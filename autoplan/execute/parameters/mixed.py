@@ -226,8 +226,7 @@ class _Pieces:
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         if isinstance(gradient, DTensor):
             return gradient
-        piece: torch.Tensor = _Piece.apply(gradient, self.held, *self.how, self.shape, self.stride)
-        return piece
+        return _Piece.apply(gradient, self.held, *self.how, self.shape, self.stride)
 
 
 _expected: weakref.WeakSet[_Pieces] = weakref.WeakSet()

@@ -49,5 +49,4 @@ def is_read_by_a_new_forward(module: nn.Module) -> bool:
 
 @cache
 def _code_of_forward(cls: Any) -> CodeType | None:
-    code: CodeType | None = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return code
+    return getattr(inspect.unwrap(cls.forward), "__code__", None)

@@ -210,8 +210,7 @@ class _Builder:
             new.requires_grad_(parameter.requires_grad)._is_param = True
         for name, value in vars(parameter).items():  # attributes that libraries set on parameters
             new.__dict__.setdefault(name, value)
-        distributed: nn.Parameter = new
-        return distributed
+        return new
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_meta or tensor.device == self.device else tensor.to(self.device)

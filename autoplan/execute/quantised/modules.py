@@ -91,8 +91,7 @@ def keep_beside(model: nn.Module, headers: Mapping[str, str], twice: Mapping[str
 
 def kept_beside(model: nn.Module) -> tuple[dict[str, str], dict[str, QuantisedTwice]]:
     """Return the headers of those files, and the weights that they stored quantised twice."""
-    extras: tuple[dict[str, str], dict[str, QuantisedTwice]] = model.__dict__.get(_BESIDE, ({}, {}))
-    return extras
+    return model.__dict__.get(_BESIDE, ({}, {}))
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
