@@ -11,51 +11,15 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake, unset_fake_temporarily
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-__all__ = [
-    "BASE",
-    "CONVOLUTIONS",
-    "DROPOUTS",
-    "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "assert_async",
-    "backward_hooks",
-    "collectives_by_name",
-    "detect_fake_mode",
-    "dispatcher",
-    "efficient_attention",
-    "flash_attention",
-    "flattened",
-    "forward_hooks",
-    "function_mode_is_active",
-    "gradient_hooks",
-    "is_fake",
-    "local_part",
-    "local_spec",
-    "op_handlers",
-    "outside_of_modes",
-    "own_buffers",
-    "own_modules",
-    "own_parameters",
-    "place_local",
-    "put_gradient_hooks",
-    "runs_compiled",
-    "schema_of",
-    "storage_id",
-    "transforms_are_active",
-    "transient_buffers",
-    "uncompiled",
-    "unset_fake_temporarily",
-    "version_of",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass

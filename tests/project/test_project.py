@@ -229,8 +229,8 @@ def rules_seen_from(site: Path, cwd: Path) -> Path:
 
 def test_the_wheel_carries_all_rules_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {f"autoplan/{path.relative_to(PACKAGE).as_posix()}" for path in PACKAGE.rglob("*.py")}
-    expected |= {f"autoplan/{path.relative_to(PACKAGE).as_posix()}" for path in PACKAGE.rglob("templates/*.*")}
+    paths = [path for kind in ("*.py", "*.pyi", "templates/*.*") for path in PACKAGE.rglob(kind)]
+    expected = {f"autoplan/{path.relative_to(PACKAGE).as_posix()}" for path in paths}
     expected |= {"autoplan/py.typed"}
     expected |= {f"autoplan/_rules/{p.relative_to(ROOT / 'rules').as_posix()}" for p in (ROOT / "rules").rglob("*.*")}
     assert names == expected
