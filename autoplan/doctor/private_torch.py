@@ -236,21 +236,6 @@ def _plain_beside() -> bool:
     return bool(inside) and torch._C._get_dtensor_allow_implicit_replication() == before
 
 
-@TORCH.hold("autoplan's collectives are recognised in the autograd graph", "torch.autograd.Function._backward_cls")
-def _backward_class() -> bool:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return gradients[0] * 2
-
-    node = Twice.apply(torch.ones(1, requires_grad=True)).grad_fn
-    return isinstance(node, Twice._backward_cls)
-
-
 @TORCH.hold("whether torch's loss parallelism is active", "torch.distributed.tensor.DTensor._op_dispatcher")
 def _knows_loss_parallel() -> bool:
     """Return whether its handlers are listed there while it is active."""
