@@ -22,7 +22,7 @@ _HOMES = {
 }
 _RENAMED: dict[str, Renamed] = {}  # names that were replaced since a release
 
-__all__ = sorted(_HOMES, key=lambda name: (not name[0].isupper(), name))  # noqa: PLE0605
+__all__ = sorted(_HOMES, key=lambda name: (not name[0].isupper(), name))
 
 
 def __getattr__(name: str) -> Any:
