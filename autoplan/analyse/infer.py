@@ -20,7 +20,7 @@ from autoplan.ops import op_record
 from autoplan.ops.attention import mask_of_heads
 from autoplan.ops.convolutions import groups_of
 from autoplan.ops.elementwise import asks
-from autoplan.ops.records.answers import Drawn, Shows
+from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.site import Dims, Inference, Site
 from autoplan.values import Op, Ref, Trace, refs
 
@@ -168,8 +168,11 @@ class _Reader:
             for tensor in results:
                 self.kept.pop(tensor, None)
             return
-        matrix = op_record(op.name).product is not None and len(self.trace.tensors[outputs[0].id].shape) > 1
-        if matrix or any(ref.id in self.state.multiplied for ref in inputs):  # a product of weights is none of them
+        record, shapes = op_record(op.name), [self.trace.tensors[ref.id].shape for ref in (*outputs[:1], *inputs)]
+        of_products = [ref.id in self.state.multiplied for ref in inputs]
+        # A product of weights is none of them; a weight that it is added to (a merged LoRA) still is one.
+        added = record.linear is Linear.ADDS and (shapes[0], False) in zip(shapes[1:], of_products, strict=True)
+        if (record.product is not None and len(shapes[0]) > 1) or (any(of_products) and not added):
             self.state.multiplied |= results
         roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
         self.kept |= dict.fromkeys(results, roots)

@@ -36,6 +36,7 @@ _RANKS = (
     re.compile(r"(?:must be|be a|expects? a?|only supports?|needs|requires?) (\d)-?[dD]\b"),
 )
 _UNLIKE = re.compile(r"same number of dimensions: got (\d+) and (\d+)")
+_SHAPES = re.compile(r"shape = \[([\d, ]*)\]")
 _TURNED = re.compile(r"input\.dim\(\) = (\d+) is not equal to len\(dims\) = (\d+)")
 _EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or equal .* \((\d+)\)")
 _DRAWN = re.compile(
@@ -101,10 +102,12 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
     """Yield states with other ranks: from an unpacking, a dim that does not exist, or a number in the message."""
     text, state = failure.text, failure.state
     parts = unpacked(failure)
-    for got in _UNLIKE.findall(text):  # concatenated: both need the same rank
-        for path in failure.blamed:
-            for rank in map(int, got):
+    unlike = [(int(a), int(b)) for a, b in _UNLIKE.findall(text)]  # concatenated: both need the same rank
+    for path, leaf in state.among(failure.blamed):
+        for a, b in unlike:
+            for rank in dict.fromkeys((a, b, len(leaf.shape) + b - a, len(leaf.shape) + a - b)):
                 yield from of_rank(state, path, rank)
+    shapes = [len(shape.split(",")) for shape in _SHAPES.findall(text)]
     for path, leaf in state.among(failure.paths[:4]):
         now, ranks = len(leaf.shape), []
         if parts:
@@ -125,6 +128,8 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         short = _EXPANDED.search(text)
         if short:
             ranks.append(now + int(short[1]) - int(short[2]))
+        if len(shapes) == 2 and shapes[0] != shapes[1]:
+            ranks += [now + shapes[0] - shapes[1], now + shapes[1] - shapes[0]]
         drawn = _DRAWN.search(text)  # from a distribution
         if drawn:
             ranks.append(len(drawn[1].split()))

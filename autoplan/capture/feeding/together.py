@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments
+from autoplan.capture.feeding.arguments import FLAT, Arguments, of_nodes
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.messages import sizes_differ
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
@@ -32,11 +32,16 @@ _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|ler
 
 
 def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield a state in which all arguments that are iterated over are lists, since they are iterated together."""
+    """Yield a state in which all arguments that are iterated over are lists, since they are iterated together; first
+    one in which an argument whose rows index others, `i, j = edges`, holds edges of a graph."""
     state = failure.state
+    for name in (path[0] for path in failure.watch.iterated if path in failure.watch.linking and len(path) == 1):
+        wants = {other: want if (other,) in failure.watch.rows else FLAT for other, want in state.wants}
+        nodes = {other: of_nodes(want) for other, want in wants.items()}
+        yield replace(state, wants=tuple({**nodes, name: Want("ids", (2, "edges"), "nodes")}.items()))
     for path in failure.watch.iterated:
         leaf = state.at(path)
-        if leaf is not None and len(path) == 1 and len(leaf.shape) > 1:
+        if leaf is not None and len(path) == 1 and len(leaf.shape) > 1 and "edges" not in leaf.shape:
             state = state.with_want(path, Want("list", items=((0, leaf), (1, leaf))))
     if state != failure.state:
         yield state
