@@ -168,11 +168,12 @@ class _Reader:
             for tensor in results:
                 self.kept.pop(tensor, None)
             return
-        record, shapes = op_record(op.name), [self.trace.tensors[ref.id].shape for ref in (*outputs[:1], *inputs)]
-        of_products = [ref.id in self.state.multiplied for ref in inputs]
+        record, shape = op_record(op.name), self.trace.tensors[outputs[0].id].shape
+        whole = [ref.id for ref in inputs if self.state.parameters_of(ref.id)]
         # A product of weights is none of them; a weight that it is added to (a merged LoRA) still is one.
-        added = record.linear is Linear.ADDS and (shapes[0], False) in zip(shapes[1:], of_products, strict=True)
-        if (record.product is not None and len(shapes[0]) > 1) or (any(of_products) and not added):
+        added = record.linear is Linear.ADDS and any(self.trace.tensors[tensor].shape == shape for tensor in whole)
+        several = record.product is not None and sum(bool(self.kept[ref.id]) for ref in inputs) > 1
+        if (several and len(shape) > 1) or (not added and any(ref.id in self.state.multiplied for ref in inputs)):
             self.state.multiplied |= results
         roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
         self.kept |= dict.fromkeys(results, roots)

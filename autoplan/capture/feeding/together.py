@@ -35,13 +35,16 @@ def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
     """Yield a state in which all arguments that are iterated over are lists, since they are iterated together; first
     one in which an argument whose rows index others, `i, j = edges`, holds edges of a graph."""
     state = failure.state
-    for name in (path[0] for path in failure.watch.iterated if path in failure.watch.linking and len(path) == 1):
-        wants = {other: want if (other,) in failure.watch.rows else FLAT for other, want in state.wants}
-        nodes = {other: of_nodes(want) for other, want in wants.items()}
-        yield replace(state, wants=tuple({**nodes, name: Want("ids", (2, "edges"), "nodes")}.items()))
     for path in failure.watch.iterated:
         leaf = state.at(path)
-        if leaf is not None and len(path) == 1 and len(leaf.shape) > 1 and "edges" not in leaf.shape:
+        if leaf is None or len(path) > 1 or "edges" in leaf.shape:
+            continue
+        if path in failure.watch.linking:
+            wants = {name: want if (name,) in failure.watch.rows else FLAT for name, want in state.wants}
+            nodes = {name: of_nodes(want) for name, want in wants.items()}
+            nodes[str(path[0])] = Want("ids", (2, "edges"), "nodes")
+            yield replace(state, wants=tuple(nodes.items()))
+        if len(leaf.shape) > 1:
             state = state.with_want(path, Want("list", items=((0, leaf), (1, leaf))))
     if state != failure.state:
         yield state
