@@ -91,7 +91,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outside_of_vmap(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *more: Any) -> torch.Tensor:
-    """Call an elementwise function without a batching rule on the tensor inside of such a one; wrap the result alike."""
+    """Call an elementwise function, which needs no batching rule, on the tensor inside; wrap the result alike."""
     if _functorch.is_batchedtensor(tensor):
         level, dim = _functorch.maybe_get_level(tensor), _functorch.maybe_get_bdim(tensor)
         result = outside_of_vmap(function, _functorch.get_unwrapped(tensor), *more)

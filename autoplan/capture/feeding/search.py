@@ -69,8 +69,8 @@ class Step:
 class _Next:
     """A state to be tried, ordered by the parent's progress, then by rank of the proposal.
 
-    `stale`: how many changes before it made no progress. A call with one argument more may fail earlier than without it,
-    and one with a dim less than where the dim was broadcast: for a few changes, `credit` counts as its progress.
+    `stale`: how many changes before it made no progress. An added argument may fail earlier than the call without it,
+    and one with a dim less than where that was broadcast: for a few changes, `credit` counts as its progress.
     """
 
     reached: int  # negative, since the least comes first
