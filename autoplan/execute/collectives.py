@@ -384,4 +384,4 @@ def index_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _carries_gradient(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
+    return torch.is_grad_enabled() and unwrapped(x).requires_grad
