@@ -84,6 +84,7 @@ class Case:
     prepare: Callable[[nn.Module], Any] | None = None
     vary: bool = True
     draws: int = 0
+    shards: bool = False
     input_gradients: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 

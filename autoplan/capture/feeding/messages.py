@@ -82,6 +82,11 @@ def sizes_differ(failure: Failure) -> bool:
     return "must match" in failure.text
 
 
+def ranks_differ(text: str) -> bool:
+    """Return whether an error says that two numbers of dims must match."""
+    return "number of dim" in text
+
+
 def lacks_a_value(failure: Failure) -> bool:
     """Return whether the error says that something is None."""
     return _NONE.search(failure.text) is not None

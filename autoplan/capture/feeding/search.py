@@ -22,6 +22,7 @@ from autoplan.capture.called import has_training_paths, in_training
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure, NothingRead
+from autoplan.capture.feeding.messages import ranks_differ
 from autoplan.capture.feeding.resize import of_rank
 from autoplan.capture.feeding.told import told, usually
 from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
@@ -88,7 +89,7 @@ class _Next:
         again = self.left == _CREDIT and len(child.wants) > len(step.state.wants)
         stale = 0 if step.reached > -self.reached or added and not again else self.stale + 1
         reached = max(step.reached, self.credit if self.left else 0)
-        fewer = not self.left and "number of dim" in step.failed and _dims(child) < _dims(step.state)
+        fewer = not self.left and ranks_differ(step.failed) and child.dims() < step.state.dims()
         left = _CREDIT if added or fewer else max(self.left - 1, 0)
         return _Next(-reached, late + _STALE * stale, number, child, why, stale, reached if left else 0, left)
 
@@ -386,10 +387,6 @@ class Search:
             dicts = [*modules, *(own["_buffers"] for own in modules if isinstance(own.get("_buffers"), dict))]
             self._attributes = [(held, dict(held)) for held in dicts]
         return self._twin
-
-
-def _dims(state: State) -> int:
-    return sum(len(leaf.shape) for _, leaf in state.leaves())
 
 
 def _grown(name: str, size: int) -> tuple[int, int]:
