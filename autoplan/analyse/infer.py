@@ -164,7 +164,7 @@ class _Reader:
     def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """Track a quantised weight through the steps of dequantisation: each result is still the weight."""
         results = {ref.id for ref in outputs}
-        if not inputs or not all(ref.id in self.kept for ref in inputs) or _may_draw(op):
+        if not inputs or not outputs or not all(ref.id in self.kept for ref in inputs) or _may_draw(op):
             for tensor in results:
                 self.kept.pop(tensor, None)
             return

@@ -251,7 +251,7 @@ def _stretched(weight: Any, axes: Axes) -> bool:
 def gathered_leaves(trace: Trace, axes: Axes, *, every: bool = False) -> set[Term]:
     """Return the output axes of products to gather, where they are an axis of their own; `every`: all that are in such
     an output."""
-    outputs = set()
+    outputs: set[Term] = set()
     for index in axes.gathered:
         product = gathered_product(trace.ops[index], axes)
         if product is None:

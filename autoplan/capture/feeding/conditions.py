@@ -213,8 +213,9 @@ def _ranks_listed(failure: Failure, place: Place) -> Iterator[State]:
     node, state = place.expression(), failure.state
     for inner in ast.walk(node) if node is not None else ():
         table = value_of(place, inner.value) if isinstance(inner, ast.Subscript) and _is_rank(inner.slice) else None
-        for path, leaf in state.among(_paths(place, inner)) if isinstance(table, dict) else ():
-            for rank in filter(is_number, table):
+        ranks = [key for key in table if is_number(key)] if isinstance(table, dict) else []
+        for path, leaf in state.among(_paths(place, inner)):
+            for rank in ranks:
                 yield from of_rank(state, path, len(leaf.shape) + rank - failure.error.args[0])
 
 
