@@ -118,6 +118,9 @@ class PlannedCalls:
         return ModuleMode(self)
 
 
+_MAY_HOLD = (DTensor, list, tuple)
+
+
 class ModuleMode(TorchFunctionMode):
     """The mode that rewrites planned calls of one run of a module, but not those of its child modules."""
 
@@ -132,7 +135,7 @@ class ModuleMode(TorchFunctionMode):
         if not self.frames or self.frames[-1] != self.name:
             return func(*args, **kwargs)
         name = call_name(func)
-        if not name.endswith("_") and not name.startswith("attr:"):
+        if any(isinstance(arg, _MAY_HOLD) for arg in args) and not name.endswith("_") and not name.startswith("attr:"):
             args = tuple(map(self.calls.local, args))
         planned = self._planned(name, args) if name in self.calls.names else None
         if planned is None:
