@@ -45,6 +45,7 @@ _DRAWN = re.compile(
 _OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _ASKED = re.compile(r"[Ee]xpected (\d+),? (?:but )?got (\d+)")
+_BATCHED = re.compile(r"of batch2 tensor to be: \[\d+, (\d+)\] but got: \[\d+, (\d+)\]")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
 _DTYPE = re.compile(
@@ -246,6 +247,8 @@ def _sizes(failure: Failure) -> Iterator[State]:
     outside = _OUTSIDE.search(failure.text)
     if outside and int(outside[1]) >= 0:
         yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
+    for have, want in _BATCHED.findall(failure.text):
+        yield from resized(state, failure.blamed, int(have), int(want))
     expected = _ASKED.search(failure.text)
     if expected:
         yield from resized(state, failure.blamed, int(expected[2]), int(expected[1]))
@@ -322,6 +325,8 @@ def _missing(
         return
     if arguments.open and isinstance(key, str) and key.isidentifier() and not state.holds(key):
         yield from (state.with_want((key,), want) for want in itertools.islice(_of_key(key, model), _FEW))
+    for parameter in arguments.optional if not held else ():  # a dict that may be left out
+        yield from (state.with_want((parameter.name, key), want) for want in itertools.islice(_of_key(key, model), 3))
     for path in held:
         if key in dict(state.inner(path).items):
             continue
