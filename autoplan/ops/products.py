@@ -71,7 +71,7 @@ def matrix_product_with_bias(site: Site) -> Answer:
 def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> Dims:
     """Relate (batch) x rows x inner to (batch) x inner x columns, plus a bias that broadcasts."""
     a, b = site.terms(left), site.terms(right)
-    weighted = any(map(site.is_of_weights, (left, right))) or site.is_product_of_weights(left, right)
+    weighted = site.is_of_weights(left) or site.is_of_weights(right)
     site.unify(a[-1], b[-2])
     if left.id in site.state.identities:
         return [find(b[-2]), find(b[-1])]  # a product with the identity sums over nothing

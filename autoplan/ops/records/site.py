@@ -100,14 +100,6 @@ class Site:
         """Return whether this is a weight, or computed from weights alone (masked, scaled, standardised)."""
         return ref is not None and (ref.id in self.state.sources or bool(self.state.parameters_of(ref.id)))
 
-    def is_product_of_weights(self, left: Ref, right: Ref) -> bool:
-        """Return whether one of two is a product of weights (a weight in factors), and the other depends on inputs."""
-        kept, multiplied = self.state.kept, self.state.multiplied
-        return any(
-            one.id in multiplied and one.id in kept and other.id not in kept
-            for one, other in ((left, right), (right, left))
-        )
-
     def is_parameter(self, ref: Ref) -> bool:
         """Return whether this is a parameter itself, not a view of one."""
         return self.state.sources.get(ref.id) == ref.id

@@ -1,4 +1,4 @@
-"""Repositories of 2024 to 2026: merged adapters, weights in factors, ensembles under vmap, graphs, streams."""
+"""Repositories of 2024 to 2026: merged adapters, mixed weights, ensembles under vmap, graphs, streams."""
 
 from __future__ import annotations
 
@@ -154,19 +154,6 @@ class AdaptedAttention(nn.Module):
     def forward(self, x):
         q, k, v = (self.lin(n, x).unflatten(-1, (self.h, -1)).transpose(1, 2) for n in "qkv")
         return x + self.lin("o", F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-@case(call(X), shards=True)
-class WeightsInFactors(nn.Module):
-    """Each weight is a product of two."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(32, 4)), nn.Parameter(torch.randn(4, 16))
-        self.c, self.d = nn.Parameter(torch.randn(16, 4)), nn.Parameter(torch.randn(4, 32))
-
-    def forward(self, x):
-        return F.linear(F.gelu(F.linear(x, self.a @ self.b)), self.c @ self.d)
 
 
 @case(call(X), shards=True)
