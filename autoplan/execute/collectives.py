@@ -384,4 +384,5 @@ def index_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _carries_gradient(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and unwrapped(x).requires_grad
+    inside = unwrapped(x) if transforms_are_active() else x
+    return torch.is_grad_enabled() and inside.requires_grad
