@@ -303,3 +303,36 @@ class Reversible(nn.Module):
         a, b = self.inp(x).chunk(2, -1)
         y = self.Fn.apply(a, b, self.f, self.g, *self.f.parameters(), *self.g.parameters())
         return torch.cat(y, -1)
+
+
+@case(call(floats(4, 6), floats(4, 2)), shards=True)
+class EnsembleOfDynamics(nn.Module):
+    """Members in batched matrices, with soft bounds of a log variance (PETS)."""
+
+    def __init__(self, n=4, h=32, o=6):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(n, 8, h) / 3), nn.Parameter(torch.randn(n, h, 2 * o) / 6)
+        self.b, self.c = nn.Parameter(torch.zeros(n, 1, h)), nn.Parameter(torch.zeros(n, 1, 2 * o))
+        self.high = nn.Parameter(torch.full((o,), 0.5))
+
+    def forward(self, s, a):
+        x = torch.cat([s, a], -1).expand(len(self.up), -1, -1)
+        h = F.silu(torch.baddbmm(self.b, x, self.up))
+        mean, log = torch.baddbmm(self.c, h, self.down).chunk(2, -1)
+        return mean + s, self.high - F.softplus(self.high - log)
+
+
+@case(call(X, context={"mask": torch.tensor([[True] * 7, [True] * 5 + [False] * 2])}), shards=True)
+class ContextLeftOut(nn.Module):
+    """A dict of context with a default that no call can do with."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, x, context=None):
+        seen = dict(context or {})
+        mask = seen["mask"][: len(x), : x.shape[1]].unsqueeze(-1).to(x.dtype)
+        for block in self.blocks:
+            x = x + block(x * mask)
+        return x
