@@ -20,7 +20,7 @@ from autoplan.ops import op_record
 from autoplan.ops.attention import mask_of_heads
 from autoplan.ops.convolutions import groups_of
 from autoplan.ops.elementwise import asks
-from autoplan.ops.records.answers import Drawn, Shows
+from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.site import Dims, Inference, Site
 from autoplan.values import Op, Ref, Trace, refs
 
@@ -164,12 +164,17 @@ class _Reader:
     def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """Track a quantised weight through the steps of dequantisation: each result is still the weight."""
         results = {ref.id for ref in outputs}
-        if not inputs or not all(ref.id in self.kept for ref in inputs) or _may_draw(op):
+        if not inputs or not outputs or not all(ref.id in self.kept for ref in inputs) or _may_draw(op):
             for tensor in results:
                 self.kept.pop(tensor, None)
             return
-        matrix = op_record(op.name).product is not None and len(self.trace.tensors[outputs[0].id].shape) > 1
-        if matrix or any(ref.id in self.state.multiplied for ref in inputs):  # a product of weights is none of them
+        record, shape = op_record(op.name), self.trace.tensors[outputs[0].id].shape
+        whole = [ref.id for ref in inputs if self.state.parameters_of(ref.id)]
+        # A product of weights is none of them; a weight that it is added to (a merged LoRA) still is one.
+        added = record.linear is Linear.ADDS and any(self.trace.tensors[tensor].shape == shape for tensor in whole)
+        of_parameters = [any(map(self._is_parameter, self.kept[ref.id])) for ref in inputs]
+        several = record.product is not None and sum(of_parameters) > 1
+        if (several and len(shape) > 1) or (not added and any(ref.id in self.state.multiplied for ref in inputs)):
             self.state.multiplied |= results
         roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
         self.kept |= dict.fromkeys(results, roots)
@@ -179,6 +184,9 @@ class _Reader:
             self.companions[quantised] |= roots - {quantised}
             for tensor in results:
                 self.state.sources.setdefault(tensor, quantised)
+
+    def _is_parameter(self, tensor: int) -> bool:
+        return self.trace.tensors[tensor].kind == "parameter"
 
     def _update_static(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """Follow tensors made of constants only; one that is overwritten with anything else is no longer static."""

@@ -27,7 +27,7 @@ from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.code.ways import listener, tracing
 from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import flatten_tensors, own_argument, signature_names
-from autoplan.common.torch_internals import FakeTensor, TorchDispatchMode, outside_of_modes
+from autoplan.common.torch_internals import FakeTensor, TorchDispatchMode, is_wrapped, outside_of_modes, unwrapped
 from autoplan.ops import call_record
 from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.classes import code_lies_open
@@ -64,6 +64,7 @@ class Recording:
             self.names.setdefault(self.id_of(tensor, kind), []).append(name)
 
     def id_of(self, tensor: torch.Tensor, kind: str = "constant") -> int:
+        tensor = unwrapped(tensor)
         index = self.ids.get(id(tensor))
         if index is None:
             if tensor.is_nested:
@@ -87,6 +88,7 @@ class Recording:
     def encode(self, value: Any) -> Any:
         """Return a runtime value as plain data: Refs for tensors, Symbolic for traced ints, names for torch objects."""
         if isinstance(value, torch.Tensor):
+            value = unwrapped(value)
             if id(value) not in self.ids or id(value) in self.outsiders.originals:
                 self.outsiders.refuse(value, self.frames[-1][0])
             return Ref(self.id_of(value))
@@ -127,7 +129,7 @@ class Recording:
     def _tensor_info(self, index: int) -> TensorInfo:
         tensor, kind = self.kept[index], self.kinds[index]
         values = None
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # lives only inside its vmap
+        wrapped = is_wrapped(tensor)  # lives only inside its transform
         if kind in ("constant", "activation") and not (tensor.is_floating_point() or tensor.is_complex() or wrapped):
             constant = getattr(tensor, "constant", None) if _is_fake(tensor) else tensor
             if constant is not None and constant.numel() < _KEEP_VALUES_BELOW and constant.device.type != "meta":

@@ -58,7 +58,7 @@ def check_permutations(
     """Try every split axis on `model`, whose trace this is. Its parameters are restored."""
     outcome = Permuted()
     tried: list[Term] = []
-    gathered = gathered_leaves(trace, axes)
+    gathered = gathered_leaves(trace, axes, every=True)
     masked = {find(part) for _, terms in axes.taken.values() for term in terms for part in leaves(term)}
     for axis in dict.fromkeys(find(term) for term in split):
         reason = next((text for event, text in _POSITIONS_MATTER.items() if event in axis.events), "")

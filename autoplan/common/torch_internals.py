@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -30,6 +31,8 @@ assert_async = torch._assert_async
 outside_of_modes = _disable_current_modes
 # torch.func says only to its own functions that one of them runs
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_functorch: Any = torch._C._functorch
+is_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 function_mode_is_active: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 # the tensor that a view shows; a descriptor, by which a subclass intercepts the question
 BASE: Any = torch.Tensor._base
@@ -39,6 +42,23 @@ efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 # torch's base classes of these are private
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside of one that `torch.vmap` passes around, on which its ops work."""
+    while _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def outside_of_vmap(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *more: Any) -> torch.Tensor:
+    """Call an elementwise function, which needs no batching rule, on the tensor inside; wrap the result alike."""
+    if _functorch.is_batchedtensor(tensor):
+        level, dim = _functorch.maybe_get_level(tensor), _functorch.maybe_get_bdim(tensor)
+        result = outside_of_vmap(function, _functorch.get_unwrapped(tensor), *more)
+        return _functorch._add_batch_dim(result, dim, level)
+    with temporarily_clear_interpreter_stack():
+        return function(tensor, *more)
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:

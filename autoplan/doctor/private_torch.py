@@ -152,17 +152,27 @@ def _forward_level() -> bool:
         return before == -1 and bool(levels._current_level == 0)
 
 
-@TORCH.hold("a tensor inside vmap has no readable values", "torch._C._functorch.is_functorch_wrapped_tensor")
+@TORCH.hold(
+    "calls inside of vmap are recorded by the tensors that it wraps, and collectives run on these",
+    "torch._C._functorch",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "_add_batch_dim",
+)
 def _functorch() -> bool:
-    is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
-    seen: list[bool] = []
+    functorch: Any = torch._C._functorch
+    clear = import_module("torch._functorch.pyfunctorch").temporarily_clear_interpreter_stack
+    x, seen = torch.arange(6.0).view(2, 3), []
 
-    def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(is_functorch_wrapped_tensor(x))
-        return x
+    def look(row: torch.Tensor) -> torch.Tensor:
+        level, dim = functorch.maybe_get_level(row), functorch.maybe_get_bdim(row)
+        inside = functorch.get_unwrapped(row)
+        seen.append(inside is x and functorch.is_batchedtensor(row) and functorch.is_functorch_wrapped_tensor(row))
+        with clear():
+            doubled = 2 * inside
+        return functorch._add_batch_dim(doubled, dim, level)
 
-    torch.vmap(look)(torch.ones(2))
-    return seen == [True] and not is_functorch_wrapped_tensor(torch.ones(1))
+    doubled = torch.vmap(look, in_dims=1)(x)
+    return seen == [True] and bool((doubled == 2 * x.T).all()) and not functorch.is_functorch_wrapped_tensor(x)
 
 
 @TORCH.hold("targets are checked without synchronising the device", "torch._assert_async")

@@ -28,7 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.layout import chunk
-from autoplan.common.torch_internals import collectives_by_name, transforms_are_active
+from autoplan.common.torch_internals import (
+    collectives_by_name,
+    is_wrapped,
+    outside_of_vmap,
+    transforms_are_active,
+    unwrapped,
+)
 
 _FEW_RUNS = 32  # more runs than that are selected by an index
 _FEW_OPS = 16  # between a value and its reader
@@ -131,11 +137,15 @@ def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
 
 class Recorded(torch.autograd.Function):
     """A Function that skips the search for leftovers of torch.func transforms when none is active: that search is more
-    than half of the cost of a call."""
+    than half of the cost of a call. `of_each`: it does the same to each element, and so can run inside of a vmap."""
+
+    of_each = False
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         if transforms_are_active():
+            if cls.of_each and not is_wrapped(unwrapped(args[0])):
+                return outside_of_vmap(cls.apply, *args)
             return super().apply(*args, **kwargs)
         return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 
@@ -151,6 +161,8 @@ def in_backward() -> bool:
 
 
 class _Copy(Recorded):
+    of_each = True
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
         ctx.group = group
@@ -162,6 +174,8 @@ class _Copy(Recorded):
 
 
 class _Sum(Recorded):
+    of_each = True
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
         ctx.group = group
@@ -368,4 +382,5 @@ def index_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _carries_gradient(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
+    inside = unwrapped(x) if transforms_are_active() else x
+    return torch.is_grad_enabled() and inside.requires_grad

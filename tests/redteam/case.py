@@ -67,7 +67,7 @@ class Case:
     `inputs` go to plan; `plan_for` builds the model that the plan is made for, where that is another one, and the plan
     travels by `through` ("file", "cache"). `input_gradients`: do inputs ask for gradients. `prepare` is called on both
     models before the first call. `vary` adds calls in other modes and sizes. `draws` compares distributions over so
-    many calls, for models that draw random numbers.
+    many calls, for models that draw random numbers. `shards`: a plan that splits nothing counts as a refusal.
     """
 
     kind: str
@@ -84,6 +84,7 @@ class Case:
     prepare: Callable[[nn.Module], Any] | None = None
     vary: bool = True
     draws: int = 0
+    shards: bool = False
     input_gradients: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,7 +1,6 @@
 """Name the cases that fail today, and why. A line leaves when its case is mended: the suite asks for both."""
 
 KNOWN: dict[str, str] = {
-    "algebra/MadeByVmap@tp2": "a sound model is refused: an ensemble of three under vmap is not split",
     "algebra/Rearranged@tp2": "a sound model is refused: functorch's rearrange takes plain integers alone",
     "algebra/RearrangedInnermost@tp2": "as Rearranged",
     "idioms/Decorated@tp2": "a sound model is refused: its wrapper takes by position what is given by name",
@@ -11,7 +10,6 @@ KNOWN: dict[str, str] = {
     "deeper recursion",
     "conditioned/MixtureOfWeights@tp2": "a sound model is refused: three mixed weights are taken for units",
     "conditioned/MixtureOfWeights@tp4": "as at tp 2",
-    "implicit/ContinuousDepth@tp2": "as conditioned/MixtureOfWeights",
     "makings/ScaledByBackwardHook@tp2": "a sound hook is refused: ranks sum gradients behind it",
     "lengths/PackedByOffsets@tp2": "a sound call is refused: it cuts split values at places that data says",
     "lengths/PackedByOffsets@tp4": "as at tp 2",

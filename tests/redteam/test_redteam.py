@@ -55,6 +55,7 @@ SPOILT = {
     "implicit": "RungeKutta",
     "instances": "MoreRounds",
     "kept": "ColumnsShared",
+    "laboratories": "MergedAdapters",
     "late": "FrozenBias",
     "lengths": "ByLengths",
     "library": "PackedWithNorms",

@@ -124,6 +124,8 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         return Outcome(name, "raw", 0.0, where, text, proven, None, split)
     kind = "wrong" if worst > case.tolerance else "exact"
     idle = not (split or setting.tp == 1) or (setting.sequence and not made.sequence_parallel)
+    if idle and case.shards:
+        return Outcome(name, "refused", worst, at, "nothing is split", proven)
     left = _changed(before, _surroundings())
     return Outcome(name, kind, worst, at, "", proven, None, split, idle, surroundings=left)
 

@@ -262,9 +262,12 @@ class CutProblem:
             return False
         bias, entering = row_bias_of(call, kind), False
         for tensor, place in reads.items():
-            if tensor == bias or shards.is_split(tensor) or not self._asked("whole", place):
+            if shards.is_split(tensor) or not self._asked("whole", place):
                 continue
-            if kind or all(map(shards.is_split, made_of(call, tensor, shards) & self.flow.carries)):
+            if tensor == bias:  # one that was computed is added after the sum
+                if self.trace.tensors[tensor].kind != "parameter":
+                    self.answer(YES, "whole", place)
+            elif kind or all(map(shards.is_split, made_of(call, tensor, shards) & self.flow.carries)):
                 self.answer(NO, "whole", place)
                 entering = True
         replicated = [place for tensor, place in (*reads.items(), *makes.items()) if shards.is_mixed(tensor)]

@@ -248,9 +248,10 @@ def _stretched(weight: Any, axes: Axes) -> bool:
     return len(axes.of(axes.sources[weight.id])) == 2 and batch.isdisjoint(stored)
 
 
-def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
-    """Return the output axes of products to gather, where they are an axis of their own."""
-    outputs = set()
+def gathered_leaves(trace: Trace, axes: Axes, *, every: bool = False) -> set[Term]:
+    """Return the output axes of products to gather, where they are an axis of their own; `every`: all that are in such
+    an output."""
+    outputs: set[Term] = set()
     for index in axes.gathered:
         product = gathered_product(trace.ops[index], axes)
         if product is None:
@@ -259,8 +260,8 @@ def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
         out = leaves(axes.of(weight)[dim])
         if index in axes.taken and out[0].size == groups_of(trace.ops[index]):
             out = out[:1]  # groups of channels
-        if len(out) == 1 and not out[0].events & (FORBIDDING | {"contract_w", "contract_a"}) - {_LOOKED_UP}:
-            outputs.add(find(out[0]))
+        if every or len(out) == 1 and not out[0].events & (FORBIDDING | {"contract_w", "contract_a"}) - {_LOOKED_UP}:
+            outputs.update(map(find, out))
     return outputs
 
 

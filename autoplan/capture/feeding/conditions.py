@@ -184,6 +184,9 @@ def exact(failure: Failure) -> Iterator[State]:
             yield from _as_many_parts(failure.state, place)
     if isinstance(failure.error, ZeroDivisionError):
         yield from _no_zero(failure)
+    if isinstance(failure.error, KeyError):
+        for place in failure.places[-1:]:
+            yield from _ranks_listed(failure, place)
 
 
 def _dim_asked_for(state: State, place: Place) -> Iterator[State]:
@@ -203,6 +206,17 @@ def _dim_asked_for(state: State, place: Place) -> Iterator[State]:
         more = (k + 1 if k >= 0 else -k) - value.dim()
         for path, leaf in state.among(origin(value)):
             yield from of_rank(state, path, len(leaf.shape) + more)
+
+
+def _ranks_listed(failure: Failure, place: Place) -> Iterator[State]:
+    """Yield states for `table[x.ndim]` in which x has a number of dims that is a key of the table."""
+    node, state = place.expression(), failure.state
+    for inner in ast.walk(node) if node is not None else ():
+        table = value_of(place, inner.value) if isinstance(inner, ast.Subscript) and _is_rank(inner.slice) else None
+        ranks = [key for key in table if is_number(key)] if isinstance(table, dict) else []
+        for path, leaf in state.among(_paths(place, inner)):
+            for rank in ranks:
+                yield from of_rank(state, path, len(leaf.shape) + rank - failure.error.args[0])
 
 
 def unpacks_a_shape(statement: ast.stmt | None) -> tuple[str, int] | None:

@@ -36,6 +36,7 @@ _RANKS = (
     re.compile(r"(?:must be|be a|expects? a?|only supports?|needs|requires?) (\d)-?[dD]\b"),
 )
 _UNLIKE = re.compile(r"same number of dimensions: got (\d+) and (\d+)")
+_SHAPES = re.compile(r"shape = \[([\d, ]*)\]")
 _TURNED = re.compile(r"input\.dim\(\) = (\d+) is not equal to len\(dims\) = (\d+)")
 _EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or equal .* \((\d+)\)")
 _DRAWN = re.compile(
@@ -44,6 +45,7 @@ _DRAWN = re.compile(
 _OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _ASKED = re.compile(r"[Ee]xpected (\d+),? (?:but )?got (\d+)")
+_BATCHED = re.compile(r"of batch2 tensor to be: \[\d+, (\d+)\] but got: \[\d+, (\d+)\]")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
 _DTYPE = re.compile(
@@ -81,6 +83,11 @@ def sizes_differ(failure: Failure) -> bool:
     return "must match" in failure.text
 
 
+def ranks_differ(text: str) -> bool:
+    """Return whether an error says that two numbers of dims must match."""
+    return "number of dim" in text
+
+
 def lacks_a_value(failure: Failure) -> bool:
     """Return whether the error says that something is None."""
     return _NONE.search(failure.text) is not None
@@ -101,10 +108,12 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
     """Yield states with other ranks: from an unpacking, a dim that does not exist, or a number in the message."""
     text, state = failure.text, failure.state
     parts = unpacked(failure)
-    for got in _UNLIKE.findall(text):  # concatenated: both need the same rank
-        for path in failure.blamed:
-            for rank in map(int, got):
+    unlike = [(int(a), int(b)) for a, b in _UNLIKE.findall(text)]  # concatenated: both need the same rank
+    for path, leaf in state.among(failure.blamed):
+        for a, b in unlike:
+            for rank in dict.fromkeys((a, b, len(leaf.shape) + b - a, len(leaf.shape) + a - b)):
                 yield from of_rank(state, path, rank)
+    shapes = [len(shape.split(",")) for shape in _SHAPES.findall(text)]
     for path, leaf in state.among(failure.paths[:4]):
         now, ranks = len(leaf.shape), []
         if parts:
@@ -125,6 +134,8 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         short = _EXPANDED.search(text)
         if short:
             ranks.append(now + int(short[1]) - int(short[2]))
+        if len(shapes) == 2 and shapes[0] != shapes[1]:
+            ranks += [now + shapes[0] - shapes[1], now + shapes[1] - shapes[0]]
         drawn = _DRAWN.search(text)  # from a distribution
         if drawn:
             ranks.append(len(drawn[1].split()))
@@ -236,6 +247,8 @@ def _sizes(failure: Failure) -> Iterator[State]:
     outside = _OUTSIDE.search(failure.text)
     if outside and int(outside[1]) >= 0:
         yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
+    for have, want in _BATCHED.findall(failure.text):
+        yield from resized(state, failure.blamed, int(have), int(want))
     expected = _ASKED.search(failure.text)
     if expected:
         yield from resized(state, failure.blamed, int(expected[2]), int(expected[1]))
@@ -312,6 +325,8 @@ def _missing(
         return
     if arguments.open and isinstance(key, str) and key.isidentifier() and not state.holds(key):
         yield from (state.with_want((key,), want) for want in itertools.islice(_of_key(key, model), _FEW))
+    for parameter in arguments.optional if not held else ():  # a dict that may be left out
+        yield from (state.with_want((parameter.name, key), want) for want in itertools.islice(_of_key(key, model), 3))
     for path in held:
         if key in dict(state.inner(path).items):
             continue

@@ -22,6 +22,7 @@ from autoplan.capture.called import has_training_paths, in_training
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure, NothingRead
+from autoplan.capture.feeding.messages import ranks_differ
 from autoplan.capture.feeding.resize import of_rank
 from autoplan.capture.feeding.told import told, usually
 from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
@@ -69,8 +70,8 @@ class Step:
 class _Next:
     """A state to be tried, ordered by the parent's progress, then by rank of the proposal.
 
-    `stale`: how many changes before it made no progress. An added argument may fail earlier than the call without it:
-    for a few changes, `credit` counts as its progress.
+    `stale`: how many changes before it made no progress. An added argument may fail earlier than the call without it,
+    and one with a dim less than where that was broadcast: for a few changes, `credit` counts as its progress.
     """
 
     reached: int  # negative, since the least comes first
@@ -88,7 +89,8 @@ class _Next:
         again = self.left == _CREDIT and len(child.wants) > len(step.state.wants)
         stale = 0 if step.reached > -self.reached or added and not again else self.stale + 1
         reached = max(step.reached, self.credit if self.left else 0)
-        left = _CREDIT if added else max(self.left - 1, 0)
+        fewer = not self.left and ranks_differ(step.failed) and child.dims() < step.state.dims()
+        left = _CREDIT if added or fewer else max(self.left - 1, 0)
         return _Next(-reached, late + _STALE * stale, number, child, why, stale, reached if left else 0, left)
 
 
@@ -112,6 +114,7 @@ class Search:
         self.count = itertools.count()
         self._failure: Failure | None = None
         self._last: Watch
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._twin: tuple[FakeTensorMode | None, nn.Module] | None = None
 
     def run(self, start: State) -> State | None:
@@ -320,6 +323,9 @@ class Search:
         """Run a state once. It is deterministic, since the random numbers are seeded."""
         self.seen.add(state)
         twin = self._twin_for()[1]
+        for held, attributes in self._attributes:  # what another try kept is not this one's
+            held.clear()
+            held.update(attributes)
         watch = self._last = Watch(twin)
         with in_training(twin) if training else nullcontext():
             error = self._error(state, watch)
@@ -377,7 +383,9 @@ class Search:
             # A model may count its blocks, but a large one must do with a few of each kind.
             real = (None, with_storage(self.model, folded=False)) if self.real else None
             self._twin = real or without_storage(self.model)
-            self._twin[1].eval()
+            modules = [vars(module) for module in self._twin[1].eval().modules()]
+            dicts = [*modules, *(own["_buffers"] for own in modules if isinstance(own.get("_buffers"), dict))]
+            self._attributes = [(held, dict(held)) for held in dicts]
         return self._twin
 
 

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments
+from autoplan.capture.feeding.arguments import FLAT, Arguments, of_nodes
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.messages import sizes_differ
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
@@ -32,11 +32,19 @@ _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|ler
 
 
 def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield a state in which all arguments that are iterated over are lists, since they are iterated together."""
+    """Yield a state in which all arguments that are iterated over are lists, since they are iterated together; first
+    one in which an argument whose rows index others, `i, j = edges`, holds edges of a graph."""
     state = failure.state
     for path in failure.watch.iterated:
         leaf = state.at(path)
-        if leaf is not None and len(path) == 1 and len(leaf.shape) > 1:
+        if leaf is None or len(path) > 1 or "edges" in leaf.shape:
+            continue
+        if path in failure.watch.linking:
+            wants = {name: want if (name,) in failure.watch.rows else FLAT for name, want in state.wants}
+            nodes = {name: of_nodes(want) for name, want in wants.items()}
+            nodes[str(path[0])] = Want("ids", (2, "edges"), "nodes")
+            yield replace(state, wants=tuple(nodes.items()))
+        if len(leaf.shape) > 1:
             state = state.with_want(path, Want("list", items=((0, leaf), (1, leaf))))
     if state != failure.state:
         yield state

@@ -174,6 +174,9 @@ class State:
     def elements(self) -> int:
         return sum(prod(want.sizes(self.sizes)) for _, want in self.leaves())
 
+    def dims(self) -> int:
+        return sum(len(want.shape) for _, want in self.leaves())
+
     def at(self, path: Path) -> Want | None:
         return dict(self.leaves()).get(path)
 

@@ -69,7 +69,7 @@ _NO_NUMBERS = ("__get__", "__set__", "requires_grad_")  # calls that read no val
 class Watch(TorchFunctionMode):
     """Marks tensors with their origin. `steps` grows with every new thing that the run does. `rows`: of the tables that
     ids index; `compared`: numbers that ids are compared with; `picking`: ids that index values of their own leading
-    sizes, as a mask does."""
+    sizes, as a mask does; `linking`: ids that index rows of other arguments, as edges do."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -83,6 +83,7 @@ class Watch(TorchFunctionMode):
         self.compared: dict[Path, int] = {}
         self.iterated: dict[Path, None] = {}
         self.picking: set[Path] = set()
+        self.linking: set[Path] = set()
         self.failed: FailedCall | None = None
         self.last: tuple[Path, ...] = ()
 
@@ -143,6 +144,8 @@ class Watch(TorchFunctionMode):
         ids = args[1] if name == "__getitem__" else None
         if isinstance(ids, torch.Tensor) and ids.dim() > 1 and args[0].shape[: ids.dim()] == ids.shape:
             self.picking.update(origin(ids) if is_direct(ids) else ())
+        if isinstance(ids, torch.Tensor) and is_direct(ids) and set(origin(args[0])) - set(origin(ids)):
+            self.linking.update(origin(ids))
 
     def _note_compared(self, name: str, args: Any) -> None:
         """Record the first number that an argument of integers is compared with: padding, a mask, an end."""

@@ -101,8 +101,12 @@ class PlannedCalls:
         self.names = frozenset(name for name, _ in self.by_place)
         self.required = [call for calls in self.by_place.values() for call in calls if call.must_be_reached]
 
-    def local(self, tensor: DTensor) -> Any:
-        """Return the local tensor of a DTensor parameter that the module's code took from `parameters()`."""
+    def local(self, tensor: Any) -> Any:
+        """Return the local tensor of a DTensor parameter that the module's code took from `parameters()`; in a list of
+        such, those of all."""
+        if not isinstance(tensor, DTensor):
+            several = type(tensor) in (list, tuple) and any(isinstance(item, DTensor) for item in tensor)
+            return type(tensor)(map(self.local, tensor)) if several else tensor
         for module in self.at.module.modules():
             for name, parameter in own_parameters(module).items():
                 if parameter is tensor:
@@ -112,6 +116,9 @@ class PlannedCalls:
     def mode(self) -> ModuleMode:
         """Return the mode for one run of the module."""
         return ModuleMode(self)
+
+
+_MAY_HOLD = (DTensor, list, tuple)
 
 
 class ModuleMode(TorchFunctionMode):
@@ -128,8 +135,8 @@ class ModuleMode(TorchFunctionMode):
         if not self.frames or self.frames[-1] != self.name:
             return func(*args, **kwargs)
         name = call_name(func)
-        if any(isinstance(arg, DTensor) for arg in args) and not name.endswith("_") and not name.startswith("attr:"):
-            args = tuple(self.calls.local(arg) if isinstance(arg, DTensor) else arg for arg in args)
+        if any(isinstance(arg, _MAY_HOLD) for arg in args) and not name.endswith("_") and not name.startswith("attr:"):
+            args = tuple(map(self.calls.local, args))
         planned = self._planned(name, args) if name in self.calls.names else None
         if planned is None:
             return func(*args, **kwargs)

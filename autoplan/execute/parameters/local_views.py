@@ -135,6 +135,8 @@ def _local(parameter: DTensor) -> torch.Tensor:
 
 
 class _ToLocal(Recorded):
+    of_each = True
+
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
         local = local_part(parameter)
