@@ -48,7 +48,7 @@ class Reading:
     def __init__(self, model: nn.Module) -> None:
         self.kinds = {type(module) for module in model.modules()}
         self.packages = {_package(base) for kind in self.kinds for base in kind.__mro__} - {*VERSIONED}
-        self.memo: dict[int, tuple[Any, Any]] = {}
+        self.memo: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def module(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module, by name."""
@@ -81,10 +81,9 @@ class Reading:
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, (torch.Tensor, nn.Module, ModuleType, torch.device)) or not depth:
             return _ABSENT
-        cached = self.memo.get(id(value))
+        cached = self.memo.get((id(value), depth))  # at each depth anew: what was read first must not matter
         if cached is None:
-            self.memo[id(value)] = value, _ABSENT  # for a value that contains itself
-            self.memo[id(value)] = cached = value, self._within(value, depth - 1)
+            self.memo[id(value), depth] = cached = value, self._within(value, depth - 1)
         return cached[1]
 
     def _within(self, value: Any, depth: int) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoplan
 from autoplan.check.ranks.run import run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, PlanMismatchError
-from autoplan.execute.fits import model_hash
+from autoplan.execute.fits import Reading, model_hash
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.source import resolve
 
@@ -161,6 +161,13 @@ def test_one_rank_plans_for_all() -> None:
         assert "have a different model, version or arguments" in mine and mine == other
     assert "nothing.like" in first[3] and first[3] == second[3]
     assert "nothing.like" in second[3]
+
+
+def test_a_hash_does_not_depend_on_what_is_read_first() -> None:
+    nested = {"a": {"b": {"c": 1}}}
+    reading = Reading(built())
+    assert reading.value(nested, 2) != reading.value(nested)  # less deep: of a set of classes any may come first
+    assert reading.value(nested) == Reading(built()).value(nested)
 
 
 def test_without_ranks_it_is_a_plan() -> None:
