@@ -2,8 +2,8 @@
 
 accelerate's `test_performance` comes with it: it trains a classifier, and checks learning rates, accuracy and the saved
 file. What needs a hub is replaced (model, data, metric); the results must be those of one process. Automodel's
-`run_tp_output_parity_minified` is in its repository alone (THEIRS= names a folder that holds it): where it shards a model
-by its own plan, autoplan does.
+`run_tp_output_parity_minified` is in its repository alone (THEIRS= names a folder that holds it): where it shards a
+model by its own plan, autoplan does.
 """
 
 from __future__ import annotations
