@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -163,11 +164,12 @@ def _package(thing: Any) -> str:
 
 @cache
 def _is_installed(package: str) -> bool:
-    """Return whether a package belongs to Python or was installed from an index."""
+    """Return whether a package belongs to Python or was installed, in whichever environment."""
     module = sys.modules.get(package)
     places: Iterable[str] = getattr(module, "__path__", None) or [str(getattr(module, "__file__", None) or "")]
-    homes = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return package in sys.stdlib_module_names or any(str(place).startswith(homes) for place in places)
+    if package in sys.stdlib_module_names or any({"site-packages", "dist-packages"} & {*Path(p).parts} for p in places):
+        return True
+    return any(Path(place).is_relative_to(sysconfig.get_path("stdlib")) for place in places)
 
 
 def _is_filled(cell: Any) -> bool:
