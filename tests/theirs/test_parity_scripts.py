@@ -74,14 +74,13 @@ def _trained(rank: int, folder: str) -> None:
     sys.modules["evaluate"] = ModuleType("evaluate")
     sys.modules["evaluate"].load = _Accuracy  # type: ignore[attr-defined]
     script: Any = importlib.import_module("accelerate.test_utils.scripts.external_deps.test_performance")
-    from accelerate import Accelerator
-
-    model, host = _classifier(), Accelerator
+    accelerator: Any = importlib.import_module("accelerate").Accelerator
+    model, host = _classifier(), accelerator
     if dist.get_world_size() > 1:
         plan = autoplan.plan_once(model, 2)
         model = autoplan.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
-        host = autoplan.hand_over(Accelerator, model)
-    Accelerator.end_training = lambda self: None  # type: ignore[method-assign]  # it ends the processes' group
+        host = autoplan.hand_over(accelerator, model)
+    accelerator.end_training = lambda self: None  # it ends the processes' group
     script.Accelerator = lambda: host(cpu=True)
     script.get_dataloaders = _data
     script.AutoModelForSequenceClassification = Namespace(from_pretrained=lambda *_, **__: model)
