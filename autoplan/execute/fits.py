@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ class Reading:
     def __init__(self, model: nn.Module) -> None:
         self.kinds = {type(module) for module in model.modules()}
         self.packages = {_package(base) for kind in self.kinds for base in kind.__mro__} - {*VERSIONED}
-        self.memo: dict[int, tuple[Any, Any]] = {}
+        self.memo: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def module(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module, by name."""
@@ -81,10 +82,9 @@ class Reading:
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, (torch.Tensor, nn.Module, ModuleType, torch.device)) or not depth:
             return _ABSENT
-        cached = self.memo.get(id(value))
+        cached = self.memo.get((id(value), depth))  # at each depth anew: what was read first must not matter
         if cached is None:
-            self.memo[id(value)] = value, _ABSENT  # for a value that contains itself
-            self.memo[id(value)] = cached = value, self._within(value, depth - 1)
+            self.memo[id(value), depth] = cached = value, self._within(value, depth - 1)
         return cached[1]
 
     def _within(self, value: Any, depth: int) -> Any:
@@ -164,11 +164,12 @@ def _package(thing: Any) -> str:
 
 @cache
 def _is_installed(package: str) -> bool:
-    """Return whether a package belongs to Python or was installed from an index."""
+    """Return whether a package belongs to Python or was installed, in whichever environment."""
     module = sys.modules.get(package)
     places: Iterable[str] = getattr(module, "__path__", None) or [str(getattr(module, "__file__", None) or "")]
-    homes = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return package in sys.stdlib_module_names or any(str(place).startswith(homes) for place in places)
+    if package in sys.stdlib_module_names or any({"site-packages", "dist-packages"} & {*Path(p).parts} for p in places):
+        return True
+    return any(Path(place).is_relative_to(sysconfig.get_path("stdlib")) for place in places)
 
 
 def _is_filled(cell: Any) -> bool:

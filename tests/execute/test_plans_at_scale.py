@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoplan
 from autoplan.check.ranks.run import run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, PlanMismatchError
-from autoplan.execute.fits import model_hash
+from autoplan.execute import fits
+from autoplan.execute.fits import Reading, model_hash
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.source import resolve
 
@@ -161,6 +164,22 @@ def test_one_rank_plans_for_all() -> None:
         assert "have a different model, version or arguments" in mine and mine == other
     assert "nothing.like" in first[3] and first[3] == second[3]
     assert "nothing.like" in second[3]
+
+
+def test_a_hash_does_not_depend_on_what_is_read_first() -> None:
+    nested = {"a": {"b": {"c": 1}}}
+    reading = Reading(built())
+    assert reading.value(nested, 2) != reading.value(nested)  # less deep: of a set of classes any may come first
+    assert reading.value(nested) == Reading(built()).value(nested)
+
+
+def test_packages_of_another_environment_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A venv on top of another one: their code is known by name, and what they hold by process is not read."""
+    for folder, installed in (("lib/python3/dist-packages", True), ("checkout", False)):
+        package = ModuleType(f"of_{folder[:3]}")
+        package.__path__ = [str(tmp_path / folder / package.__name__)]
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+        assert fits._is_installed(package.__name__) is installed
 
 
 def test_without_ranks_it_is_a_plan() -> None:
