@@ -31,7 +31,7 @@ from autoplan.common.nested import flatten_tensors, own_argument
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.torch_internals import FakeTensorMode
 from autoplan.patches.classes import code_lies_open
-from autoplan.patches.kernels import on_reference_path
+from autoplan.patches.kernels import where_it_runs
 
 SMALL = 30_000_000  # most parameters of a copy that may be run for real
 _MOST_WORK = 2_000_000_000  # likewise, parameters times tokens: a second on a CPU without bfloat16
@@ -101,10 +101,11 @@ class Twin:
 
     def run(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
         """Call the module or a method of it, leaving no trace in it; exceptions pass through."""
-        with untouched_randomness(0), quiet(), on_reference_path(), torch.no_grad(), refusing_outsiders(self.module):
+        module = self.module
+        with untouched_randomness(0), quiet(), where_it_runs(module), torch.no_grad(), refusing_outsiders(module):
             if self.known is None:
                 return function(**{name: own(value) for name, value in keywords.items()})
-            with code_lies_open(self.module), self.known as mode:
+            with code_lies_open(module), self.known as mode:
                 return function(**{name: mode.admit(value) for name, value in keywords.items()})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from autoplan.forecast.recording.tape import Message
 from autoplan.forecast.sharded import as_on_a_gpu, fake_mesh, faker, group_names
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of, size_priced
 from autoplan.hf.source import Model, resolve
-from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
+from autoplan.patches.kernels import one_sequence_a_row, where_it_runs
 from autoplan.values import Plan
 from autoplan.values.estimate import Sent
 
@@ -131,10 +132,10 @@ def _run(
         return loss_of(result, None)
 
     with (
-        fake_mesh(sizes, rank) as mesh, quiet(), untouched_randomness(), on_reference_path(),
-        one_sequence_a_row(),
+        fake_mesh(sizes, rank) as mesh, quiet(), untouched_randomness(), one_sequence_a_row(), ExitStack() as stack,
     ):  # fmt: skip
         model = fold(steps.module, faker(mode, None), fold=False).module
+        stack.enter_context(where_it_runs(model))
         as_on_a_gpu(model)
         parallelize(model, mesh, plan, check=False, **options)
         model.train()

@@ -31,7 +31,7 @@ from autoplan.forecast.trained import Adapted, nothing_frozen, with_adapters
 from autoplan.hf.adapters import usual_targets
 from autoplan.hf.inputs.step import check_positions, size_of, step_inputs
 from autoplan.hf.source import Source
-from autoplan.patches.kernels import on_reference_path, one_sequence_a_row
+from autoplan.patches.kernels import one_sequence_a_row, where_it_runs
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import AttendAcross, Exchange, Plan
 from autoplan.values.quantised import PackedWeight
@@ -290,7 +290,7 @@ class Steps:
                 folded=self.folded if folded else None, averaged=setting.averaged,
             )  # fmt: skip
             groups = group_names(mesh)
-            with untouched_randomness(), on_reference_path(), one_sequence_a_row():
+            with untouched_randomness(), where_it_runs(copy.module), one_sequence_a_row():
                 tape = _run(copy, setting, inputs, groups, how)
         kernels = (*tape.kernels, *(["flash attention"] if copy.flash else []))
         return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, kernels)

@@ -21,6 +21,7 @@ from autoplan.capture.copies import copied
 from autoplan.capture.derive_inputs import Recipe, recipe_for
 from autoplan.capture.known_values import integer_attributes
 from autoplan.common.errors import AutoplanError, SourceError
+from autoplan.common.nested import flatten_tensors, own_argument
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING, cast_numbers, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
@@ -219,11 +220,12 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
     """Return the source of `model`. Raise SourceError, with what was tried, if no model can be built from it."""
     if inputs is not None:
         check_argument("inputs", inputs, Mapping, "pass a mapping: argument of the forward -> example")
+        inputs = _on_the_cpu(inputs)
     check_argument("trust_remote_code", trust_remote_code, bool, "choose True or False")
     if isinstance(model, str):
         target = from_string(model, trust_remote_code=trust_remote_code)
         if target.module is not None:
-            return _from_module(target.module, inputs if inputs is not None else target.inputs)
+            return _from_module(target.module, inputs if inputs is not None else _on_the_cpu(target.inputs))
         assert target.config is not None
         return _from_config(target.config, inputs, trust_remote_code, target.class_name, target.where)
     if isinstance(model, PretrainedConfig):
@@ -232,7 +234,7 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
         module = model.module()
         if inputs is None and model.example_inputs is not None:
             args, kwargs = model.example_inputs
-            inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            inputs = _on_the_cpu(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
         return _from_module(module, inputs)
     if isinstance(model, nn.Module):
         return _from_module(model, inputs)
@@ -240,6 +242,19 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
         f"a model is an nn.Module, a transformers config, an exported program or a string, not {type(model).__name__}",
         hint="pass the model itself, its config, a folder, 'package.module:builder', a model type, or a hub id",
     )
+
+
+def _on_the_cpu(inputs: Any) -> Any:
+    """Move examples off a GPU, since what they are passed to is a copy of the model on the CPU or without storage."""
+    if all(tensor.device.type in ("cpu", "meta") for _, tensor in flatten_tensors(inputs)):
+        return inputs
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().cpu().requires_grad_(value.requires_grad)
+        return own_argument(value, moved)
+
+    return moved(dict(inputs))
 
 
 def _from_module(module: nn.Module, inputs: Mapping[str, Any] | None) -> Source:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.patches.devices import on_one_device
 from autoplan.patches.patched import Alone, Patch, Place, patched
 
 _HOME = "transformers.integrations.hub_kernels"
@@ -146,10 +147,13 @@ def on_reference_path() -> Iterator[None]:
         yield
 
 
-def where_it_runs(model: nn.Module) -> Any:
-    """Return `on_reference_path` for a model on the CPU, and a null context for one on a GPU."""
+@contextmanager
+def where_it_runs(model: nn.Module) -> Iterator[None]:
+    """Run a model on the CPU on its reference path and on that one device; change nothing for one on a GPU."""
     first = next(model.parameters(), None)
-    return on_reference_path() if first is None or first.device.type in ("cpu", "meta") else nullcontext()
+    on_cpu = first is None or first.device.type in ("cpu", "meta")
+    with on_reference_path() if on_cpu else nullcontext(), on_one_device(model) if on_cpu else nullcontext():
+        yield
 
 
 @dataclass(frozen=True)

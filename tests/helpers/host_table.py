@@ -331,7 +331,7 @@ ROWS = (
         "torch",
         "CPU offload with pinned memory on a machine without an accelerator",
         "not supported",
-        "`cpu_offload=True` pins memory if there is a GPU; pinned memory itself has not been tested",
+        "`cpu_offload=True` pins memory if there is a GPU, tested on an H100 (2026-11-28)",
         "test_fsdp.py::test_pinned_memory_without_an_accelerator_is_refused_before_anything_is_done",
         error="pins memory for an accelerator, but torch finds none",
     ),

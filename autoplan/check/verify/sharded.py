@@ -29,7 +29,7 @@ from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.random_values import working_dtype
 from autoplan.common.stages import stage
 from autoplan.execute import random_streams
-from autoplan.patches.kernels import where_it_runs
+from autoplan.patches.kernels import on_reference_path
 from autoplan.values import Finding, Report
 
 CHECK_NAMES = tuple(check.name for check in CHECKS)
@@ -62,7 +62,7 @@ def check_sharding(
     """
 
     start, wanted = time.perf_counter(), _chosen(checks)
-    with one_compute_thread(), where_it_runs(model):  # around backward, too: checkpointed blocks run again there
+    with one_compute_thread(), on_reference_path():  # around backward, too: checkpointed blocks run again there
         subject = _prepared(model, feeds, others or {}, labelled="loss" in wanted)
         subject = replace(subject, summed=sharding.summed, other_dims=other_dims or {})
         stage("running the tiny clone unsharded")

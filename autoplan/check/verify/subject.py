@@ -33,6 +33,7 @@ from autoplan.common.torch_internals import local_part, place_local
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.vocabulary.own_positions import whole_logits
+from autoplan.patches.devices import on_one_device
 from autoplan.patches.seeding import Lifted
 
 SAME = "computes the same in training and eval mode"  # why there is nothing to check
@@ -119,9 +120,9 @@ class Subject:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward in the precision of the forward, which a model that checkpoints its own blocks runs again here.
-        (Function modes are off inside `loss.backward()`, which is a torch function.)"""
-        with self.precision():
-            torch.autograd.backward(loss)
+        (Function modes are off inside a torch function of a tensor, as `loss.backward()` is. Of an edge it is none.)"""
+        with self.precision(), on_one_device(self.model):
+            torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
 
     def precision(self) -> AbstractContextManager[Any]:
         return Lifted() if self.lifted else nullcontext()

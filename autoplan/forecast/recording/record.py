@@ -385,7 +385,9 @@ def record_step(
         if loss is not None:
             del log.modules[1:]
             del result  # as a loop does that asks for the loss alone
-            loss.backward()
+            # Function modes are off inside a torch function of a tensor; of an edge it is none.
+            edge = torch.autograd.graph.get_gradient_edge(loss) if not isinstance(loss, DTensor) else loss
+            torch.autograd.backward(edge)
             log.items.append(UnitEvent("", "after", "backward"))
     log.open = False
     return log.tape(used)
