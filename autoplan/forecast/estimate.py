@@ -34,6 +34,7 @@ from autoplan.forecast.steptime import (
     in_float8,
     one_stage,
     step_time,
+    unread,
     zero_1,
 )
 from autoplan.forecast.trained import LORA_RANK, OPTIMIZERS, Optimizer, check_adapters, targets_of
@@ -204,8 +205,10 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
             f"concurrency={question.concurrency}: {steps.source.name} has no cache of keys and values", hint="omit it"
         )
     if tokens and whole:
-        read = weights + int(whole + others)
-        seconds = decoding_time(load, device, question.mesh, read, sequences / (batch * tokens))
+        share = sequences / (batch * tokens)
+        read = weights - unread(walk, units, share) + int(whole + others)
+        matrices = sum(len(p.shape) > 1 for unit in units for p in unit.parameters)
+        seconds = decoding_time(load, device, question.mesh, read, share, matrices)
         decoded = sequences * copies / (question.stages * seconds)
     time = step_time(load, device, question.mesh, question.accumulate, question.stages,
                      summed_once=question.summed_once, pieces=question.virtual_stages)  # fmt: skip

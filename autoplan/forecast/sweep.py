@@ -70,6 +70,7 @@ class Sweep:
     device: Device
     memory: int
     common: Asked
+    virtual_stages: int = 1  # on each rank of pp, of what others run
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
     held: dict[int, list[int]] = field(default_factory=dict)  # bytes of the smallest steps over ever fewer cp, by tp
@@ -95,7 +96,7 @@ class Sweep:
         for tp, cp in product(sizes, reversed(self._context_sizes(gpus))):
             if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp:
                 yield Split(tp, cp=cp)
-        if not self.has_experts:
+        if not self.has_experts or self.common.exchange_experts > 1:
             return
         alone = [Split(1, ep) for ep in (2**n for n in range(1, most.bit_length())) if gpus % ep == 0 and ep <= most]
         for split in (*(Split(tp, tp) for tp in sizes if tp > 1), *alone):
@@ -155,7 +156,7 @@ class Sweep:
             try:
                 smallest = self._smallest(copies, split, along, each)
             except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
-                self.dropped.append(f"{split}, sequence parallel: {error.message}")
+                self.dropped.append(f"{split}{', sequence parallel' if along else ''}: {error.message}")
                 continue
             except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
                 self.dropped.append(f"{split}: {error.message}")
@@ -193,7 +194,7 @@ class Sweep:
                 tried = split.tp, checkpointing, micro
                 if split.cp > 1 and tried in self.failed:  # with half of the tokens on a rank
                     break
-                reshards = (None, False) if copies * split.cp > 1 else (None,)
+                reshards = (None, False) if copies * split.cp > 1 and not self.common.shard_optimizer else (None,)
                 ways = (self._replicated(copies, split, micro, checkpointing, along, kept, each) for kept in reshards)
                 rows = [row for way in ways for row in way]
                 yield from rows
@@ -224,9 +225,15 @@ class Sweep:
 
     def _meshes(self, copies: int, split: Split) -> list[tuple[tuple[str, int], ...]]:
         """FSDP2 over all copies of the split, and over ever fewer with replicas between (HSDP): halves, and a node."""
+        if self.common.shard_optimizer:
+            return [(("dp_replicate", copies), ("dp_shard", 1), *split.dims)]
+        exchanging = self.common.exchange_experts
+        if copies * split.cp % exchanging:
+            raise IndivisibleError(f"{copies} copies are not divisible by exchange_experts={exchanging}")
         near = max(1, self.device.per_node // split.ranks)
         halves = (copies >> place for place in range(copies.bit_length()) if copies % (1 << place) == 0)
-        shards = sorted({n for n in (*halves, near) if 1 < n <= copies and copies % n == 0} or {copies}, reverse=True)
+        valid = (n for n in (*halves, near) if 1 < n <= copies and copies % n == 0 == n * split.cp % exchanging)
+        shards = sorted(set(valid) or {copies}, reverse=True)
         return [(("dp_replicate", copies // n), ("dp_shard", n), *split.dims) for n in shards]
 
     def _asked(self, mesh: tuple[tuple[str, int], ...], micro: int, checkpointing: bool | str, along: bool,
@@ -235,7 +242,11 @@ class Sweep:
             self.common, mesh=mesh, batch=micro, activation_checkpointing=checkpointing, sequence_parallel=along,
             reshard_after_forward=reshard, accumulate=max(1, each // micro), exact=False, experts=split.shared,
         )  # fmt: skip
-        return replace(question, concurrency=-(-question.concurrency // question.copies))
+        return self._staged(replace(question, concurrency=-(-question.concurrency // question.copies)))
+
+    def _staged(self, question: Asked) -> Asked:
+        """Return the question with the virtual stages of a pipeline, if it is one."""
+        return replace(question, virtual_stages=self.virtual_stages) if question.stages > 1 else question
 
     def _row(self, question: Asked) -> Row:
         priced = estimate_with(self.steps, question, self.device)
@@ -248,7 +259,7 @@ class Sweep:
 
     def of_mesh(self, mesh: tuple[tuple[str, int], ...], gpus: int, batch: int) -> Row:
         """The best row of a mesh that has none: others run it, or it is never looked at."""
-        question = replace(self.common, mesh=mesh)
+        question = self._staged(replace(self.common, mesh=mesh))
         if question.ranks != gpus or batch % question.copies:
             raise AutoplanError(
                 f"no row has the mesh {dict(mesh)}: it has {question.ranks} ranks and {question.copies} copies of the "
@@ -286,17 +297,19 @@ class Sweep:
             ways.setdefault((s.tp, s.sequence_parallel, s.checkpointing), set()).add(s.batch)
         units = self.steps.known[recorded[0]].units if recorded else ()
         experts = {parameter.shape[0] for unit in units for parameter in unit.parameters if parameter.stack}
+        asked = self.common.exchange_experts
         exchanging = [n for n in _DOUBLED if n == 1 or experts and not any(size % n for size in experts)]
+        exchanging = [asked] if asked > 1 else exchanging
         for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, exchanging):
             copies = gpus // (tp * stages)
-            if stages * ranks == 1 or gpus % (tp * stages) or batch % copies or copies % ranks:
+            if (stages, ranks) == (1, asked) or gpus % (tp * stages) or batch % copies or copies % ranks:
                 continue
             mesh = (("pp", stages), ("dp_shard", copies), ("tp", tp))
             each = batch // copies
             sizes = (1, 2, 4) if ways[tp, along, checkpointing] >= {1, 2} else (1,)
             for micro in (n for n in sizes if each % n == 0 and each // n >= stages):
-                question = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
                 try:
+                    question = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
                     rows.append(self._row(replace(question, exchange_experts=ranks)))
                 except AutoplanError:  # more stages than blocks, or experts that are not divisible
                     break
