@@ -219,6 +219,7 @@ def choose(
     loss: Loss | None = None,
     matmuls: str | None = None,
     chunked_loss: bool = False,
+    gradient_sync: str = "each",
     exchange_experts: int = 1,
     shard_optimizer: bool = False,
     virtual_stages: int = 1,
@@ -236,8 +237,8 @@ def choose(
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once, or
     with `concurrency` (by default `global_batch`, of all copies of the model together) the prompts that are read.
     `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `lora_dtype`, `weights`, `gather_logits`, `loss`, `matmuls`,
-    `chunked_loss`, `exchange_experts`, `shard_optimizer`, `compiled`, `cpu_offload`, `cache_dtype`: see `estimate`;
-    they hold for every row, `virtual_stages` for those with a pipeline, which others run.
+    `chunked_loss`, `gradient_sync`, `exchange_experts`, `shard_optimizer`, `compiled`, `cpu_offload`, `cache_dtype`:
+    see `estimate`; they hold for every row, `virtual_stages` for those with a pipeline, which others run.
     `margin`: the share of the memory that is left free, for what an allocator reserves and does not use.
     The device is one of rules/devices, or a file of one's own.
     """
@@ -254,7 +255,8 @@ def choose(
     question = Asked(mesh, 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
                   gather_logits=gather_logits, loss=loss, matmuls=matmuls, chunked_loss=chunked_loss,
                   compiled=compiled, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype,
-                  exchange_experts=exchange_experts, shard_optimizer=shard_optimizer)  # fmt: skip
+                  gradient_sync=gradient_sync, exchange_experts=exchange_experts,
+                  shard_optimizer=shard_optimizer)  # fmt: skip
     sequences = global_batch or (min(gpus, concurrency) if concurrency else gpus)
     if 0 < concurrency < sequences:
         raise AutoplanError(f"concurrency={concurrency} with global_batch={global_batch}",

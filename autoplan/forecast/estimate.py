@@ -89,6 +89,7 @@ def estimate(
     cache_dtype: str | None = None,
     chunked_loss: bool = False,
     matmuls: str | None = None,
+    gradient_sync: str = "each",
     exchange_experts: int = 1,
     shard_optimizer: bool = False,
     virtual_stages: int = 1,
@@ -109,8 +110,10 @@ def estimate(
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
     the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
     `batch` prompts are read; `cache_dtype`: "fp8" and the like, where these are held otherwise than computed.
-    `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8. `exchange_experts`: whole
-    experts lie on so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded
+    `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8.
+    `gradient_sync`: "last" sums gradients with the last micro-batch; those of earlier ones wait unsharded
+    (FSDP2's `set_requires_gradient_sync(False)`). `exchange_experts`: whole experts lie on
+    so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded
     over dp_replicate. `virtual_stages`: pieces of the model that each rank of `pp` has (interleaved 1F1B). These and a
     dim `pp` are run by others; the estimate says by whom (`run_by`). `compiled`: elementwise
     ops between products are one kernel each; memory is that of a step that is not compiled.
@@ -142,8 +145,8 @@ def estimate(
     question = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
                   reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
                   loss=loss, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype,
-                  chunked_loss=chunked_loss,
-                  matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
+                  chunked_loss=chunked_loss, matmuls=matmuls, gradient_sync=gradient_sync,
+                  exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
                   virtual_stages=virtual_stages, compiled=compiled)  # fmt: skip
     on = device if isinstance(device, Device) else load_device(device)
     return estimate_with(steps, question, on, most=on.memory)
@@ -163,7 +166,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
     trained = held_bytes(units, data, trained=True) if training else 0
     states = _states(units, data, OPTIMIZERS[question.optimizer]) if training else 0
     states = -(-states // question.size("dp_replicate")) if question.shard_optimizer else states
-    waits = sum(map(data.reduced, units)) if question.stages > 1 and data.on else trained  # for the last micro-batch
+    late = data.on and (question.stages > 1 or question.summed_late)
+    waits = sum(map(data.reduced, units)) if late else trained  # for the last micro-batch
     standing = MemoryParts(weights=weights, optimizer=states, gradients=waits if question.accumulate > 1 else 0)
     walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
@@ -190,7 +194,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
     once = (*walk.messages(), *exchanged(walk, units, question.exchange_experts))
     once = (*once, *zero_1(units, trained)) if question.shard_optimizer else once
-    times = [1 if question.summed_once and s.dim in HIDDEN else question.accumulate for s in once]
+    summed = [question.summed_once or question.summed_late and s.kind != "all-gather" for s in once]
+    times = [1 if few and s.dim in HIDDEN else question.accumulate for few, s in zip(summed, once, strict=True)]
     sent = tuple(replace(s, number=s.number * n, bytes=s.bytes * n) for s, n in zip(once, times, strict=True))
     copies = question.copies
     ahead = walk.ahead / max(1, sum(walk.flops.values()))
@@ -211,7 +216,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
         seconds = decoding_time(load, device, question.mesh, read, share, matrices)
         decoded = sequences * copies / (question.stages * seconds)
     time = step_time(load, device, question.mesh, question.accumulate, question.stages,
-                     summed_once=question.summed_once, pieces=question.virtual_stages)  # fmt: skip
+                     summed_once=question.summed_once, summed_late=question.summed_late,
+                     pieces=question.virtual_stages)  # fmt: skip
     return Estimate(
         model=steps.source.name, mesh=question.mesh, batch=batch, sequence=tokens, train=question.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * question.accumulate,

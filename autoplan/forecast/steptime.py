@@ -55,10 +55,12 @@ def step_time(
     stages: int = 1,
     *,
     summed_once: bool = False,
+    summed_late: bool = False,
     pieces: int = 1,
 ) -> StepTime:
-    """Time `accumulate` micro-batches through `stages`. `summed_once`: data parallelism talks once a step. `pieces`:
-    virtual stages of a rank; the first micro-batch passes one of them at a time."""
+    """Time `accumulate` micro-batches through `stages`. `summed_once`: data parallelism talks once a step;
+    `summed_late`: it gathers with each micro-batch. `pieces`: virtual stages of a rank; the first micro-batch passes
+    one of them at a time."""
     compute = _computing(load, device)
     memory = load.moved / device.bandwidth
     seconds: dict[str, float] = {}
@@ -67,7 +69,10 @@ def step_time(
             seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
     exposed = [(dim, accumulate * time) for dim, time in seconds.items()]
     idle = (stages - 1) * (compute + memory + sum(seconds.values())) / pieces
-    data = _not_hidden(load, compute + memory, device, mesh) * (1 if summed_once else accumulate)
+    data = _not_hidden(load, compute + memory, device, mesh)
+    gathers = tuple(sent for sent in load.sent if sent.kind == "all-gather") if summed_late else load.sent
+    earlier = 0 if summed_once else accumulate - 1
+    data += earlier * _not_hidden(replace(load, sent=gathers), compute + memory, device, mesh) if earlier else 0.0
     if data:
         sharded = any(sent.dim in HIDDEN and sent.dim != "dp_replicate" for sent in load.sent)
         exposed.append(("dp_shard" if sharded else "dp_replicate", data))

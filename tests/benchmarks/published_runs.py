@@ -162,7 +162,7 @@ class Run:
             accumulate=int(self.times), activation_checkpointing=again, sequence_parallel=along, train=self.train,
             weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=device,
             gather_logits="gathered" in says, matmuls="fp8" if "fp8" in says else None,
-            exchange_experts=int(says.get("exchange", 1)),
+            gradient_sync="last" if "late" in says else "each", exchange_experts=int(says.get("exchange", 1)),
             chunked_loss="chunked" in says, shard_optimizer="zero1" in says,
             compiled="compiled" in says, virtual_stages=int(says.get("virtual", 1)),
             optimizer="adamw_master" if says.keys() & {"zero1", "master"} else "adamw", cpu_offload="offload" in says,
