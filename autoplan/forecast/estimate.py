@@ -105,16 +105,15 @@ def estimate(
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
     frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
     as peft chooses for the type of the model; `lora_dropout` drops what goes into them; `lora_dtype`: float32, as peft
-    casts them, or that of the "model"),
-    "inference" (a forward that keeps its keys and values). `weights`: as
+    casts them, or that of the "model"), "inference" (a forward that keeps its keys and values). `weights`: as
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
     the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
     `batch` prompts are read; `cache_dtype`: "fp8" and the like, where these are held otherwise than computed.
     `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8.
     `gradient_sync`: "last" sums gradients with the last micro-batch; those of earlier ones wait unsharded
     (FSDP2's `set_requires_gradient_sync(False)`). `exchange_experts`: whole experts lie on
-    so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded
-    over dp_replicate. `virtual_stages`: pieces of the model that each rank of `pp` has (interleaved 1F1B). These and a
+    so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded over
+    dp_replicate. `virtual_stages`: pieces of the model that each rank of `pp` has (interleaved 1F1B). These and a
     dim `pp` are run by others; the estimate says by whom (`run_by`). `compiled`: elementwise
     ops between products are one kernel each; memory is that of a step that is not compiled.
     `chunked_loss`: the head and the model's loss run over an eighth of the tokens at a time, so that logits are never
@@ -167,8 +166,11 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
     states = _states(units, data, OPTIMIZERS[question.optimizer]) if training else 0
     states = -(-states // question.size("dp_replicate")) if question.shard_optimizer else states
     late = data.on and (question.stages > 1 or question.summed_late)
-    waits = sum(map(data.reduced, units)) if late else trained  # for the last micro-batch
-    standing = MemoryParts(weights=weights, optimizer=states, gradients=waits if question.accumulate > 1 else 0)
+    wide = OPTIMIZERS[question.optimizer].gradient if training and not data.on else 0  # buffers, there from the start
+    gradients = wide * sum(p.elements for u in units for p in u.parameters if p.trained) if wide else trained
+    waits = sum(map(data.reduced, units)) if late else gradients  # for the last micro-batch
+    standing = MemoryParts(weights=weights, optimizer=states,
+                           gradients=waits if question.accumulate > 1 or wide else 0)  # fmt: skip
     walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
     if question.chunked_loss:  # memory is that of one chunk; operations and messages are those of all
@@ -189,7 +191,7 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
                         cache=int((parts.kept - passing) * _cache_share(question, steps) + others))  # fmt: skip
     where, phase = peak.where, peak.phase
     stepping = _optimizer_step(units, data, weights, states, question) if training else MemoryParts()
-    stepping = replace(stepping, overhead=parts.overhead)
+    stepping = replace(stepping, overhead=parts.overhead, gradients=gradients)
     if question.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
     once = (*walk.messages(), *exchanged(walk, units, question.exchange_experts))
@@ -216,7 +218,7 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
         seconds = decoding_time(load, device, question.mesh, read, share, matrices)
         decoded = sequences * copies / (question.stages * seconds)
     time = step_time(load, device, question.mesh, question.accumulate, question.stages,
-                     summed_once=question.summed_once, summed_late=question.summed_late,
+                     summed_once=question.summed_once, waiting=waits if question.summed_late else 0,
                      pieces=question.virtual_stages)  # fmt: skip
     return Estimate(
         model=steps.source.name, mesh=question.mesh, batch=batch, sequence=tokens, train=question.train,
@@ -393,4 +395,4 @@ def _optimizer_step(
     trained = held_bytes(units, data, trained=True)
     temporary = trained if states else 0
     temporary = temporary // question.size("dp_replicate") if question.shard_optimizer else temporary
-    return MemoryParts(weights=weights, gradients=trained, optimizer=states, temporary=temporary)
+    return MemoryParts(weights=weights, optimizer=states, temporary=temporary)

@@ -24,6 +24,7 @@ HOST_MEMORY = 40e9  # bytes a second of a rank: eight of them share about 300 GB
 _STREAMED = 0.83  # of the bandwidth: a copy on an H100 (measured), A100 (gpt-fast's README: about 1,700 GB/s)
 _KERNEL = 4e-6  # seconds that a kernel of decoding takes however little it reads: by half of published_decoding.py
 _KERNELS_OF_A_MATRIX = 2  # its product, and the elementwise work beside it
+_PASSES_OF_A_SUM = 2.5  # in its dtype: read it and a gradient of half of its bytes, write it
 _OPTIMIZER_PASSES = 7  # read and write of weights and two states, read of gradients
 
 
@@ -55,14 +56,14 @@ def step_time(
     stages: int = 1,
     *,
     summed_once: bool = False,
-    summed_late: bool = False,
+    waiting: int = 0,
     pieces: int = 1,
 ) -> StepTime:
     """Time `accumulate` micro-batches through `stages`. `summed_once`: data parallelism talks once a step;
-    `summed_late`: it gathers with each micro-batch. `pieces`: virtual stages of a rank; the first micro-batch passes
-    one of them at a time."""
+    `waiting`: bytes of unsharded gradients, to which each micro-batch adds its own; the last one sums them over ranks.
+    `pieces`: virtual stages of a rank; the first micro-batch passes one of them at a time."""
     compute = _computing(load, device)
-    memory = load.moved / device.bandwidth
+    memory = (load.moved + _PASSES_OF_A_SUM * waiting) / device.bandwidth
     seconds: dict[str, float] = {}
     for sent in load.sent:
         if sent.dim not in HIDDEN:
@@ -70,7 +71,7 @@ def step_time(
     exposed = [(dim, accumulate * time) for dim, time in seconds.items()]
     idle = (stages - 1) * (compute + memory + sum(seconds.values())) / pieces
     data = _not_hidden(load, compute + memory, device, mesh)
-    gathers = tuple(sent for sent in load.sent if sent.kind == "all-gather") if summed_late else load.sent
+    gathers = tuple(sent for sent in load.sent if sent.kind == "all-gather") if waiting else load.sent
     earlier = 0 if summed_once else accumulate - 1
     data += earlier * _not_hidden(replace(load, sent=gathers), compute + memory, device, mesh) if earlier else 0.0
     if data:
