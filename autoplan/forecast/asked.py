@@ -357,12 +357,12 @@ def notes_on_question(
     """Yield what the step has of the values of sequence × sequence that the plan names (`pairs`: see `Tape`), and where
     the priced question differs from the requested one, or its size exceeds the config's. Raise where one such value
     exceeds `most` bytes."""
-    planned = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
-    for finding in planned.findings if pairs else ():
-        size = max((held for name, held in pairs.items() if matches(finding.where, name)), default=0.0)
-        if finding.kind == "pairs" and size:
-            text = f"{finding.where}: {finding.message}; in this step {bytes_text(int(size))}"
-            if 0 < most < size:
+    size = setting.tp, setting.ep, setting.sequence_parallel, setting.cp
+    for finding in steps.split(*size).findings if pairs else ():
+        largest = max((held for name, held in pairs.items() if matches(finding.where, name)), default=0.0)
+        if finding.kind == "pairs" and largest:
+            text = f"{finding.where}: {finding.message}; in this step {bytes_text(int(largest))}"
+            if 0 < most < largest:
                 hint = "load the model with fused attention (sdpa), or take shorter sequences"
                 raise AutoplanError(f"{text}, and the device has {bytes_text(most)}", hint=hint)
             yield text

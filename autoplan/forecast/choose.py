@@ -22,6 +22,7 @@ from autoplan.api import parallelize
 from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count, check_ranks
+from autoplan.common.stages import seldom_collected
 from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.tables.estimate_table import shown_sizes
 from autoplan.execute.data_parallel.mesh_dims import ALIASES
@@ -270,7 +271,8 @@ def choose(
     size = parse_memory(memory) if memory is not None else device.memory
     size = int(size * (1 - margin))
     sweep = Sweep(steps, device, size, question, virtual_stages)
-    rows = sweep.rows(gpus, sequences)
+    with seldom_collected():
+        rows = sweep.rows(gpus, sequences)
     if not rows and sequences != gpus:
         raise _no_batch(sweep, gpus, sequences)
     rows = sweep.settled(rows)

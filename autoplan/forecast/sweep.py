@@ -91,10 +91,12 @@ class Sweep:
         """Sizes of tp with experts cut inside, of cp for long sequences, of tp with whole experts, experts alone."""
         most = self._most_ranks(gpus)
         sizes = [tp for tp in self.steps.plan(1).legal_tp if gpus % tp == 0 and tp <= most]
+        contexts = self._context_sizes(gpus)
         for tp in sizes:
-            yield Split(tp)
-        for tp, cp in product(sizes, reversed(self._context_sizes(gpus))):
-            if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp:
+            if tp > 1 or not contexts:
+                yield Split(tp)
+        for tp, cp in product(sizes, reversed((1, *contexts) if contexts else ())):
+            if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp and (cp > 1 or tp == 1):
                 yield Split(tp, cp=cp)
         if not self.has_experts or self.common.exchange_experts > 1:
             return
@@ -128,7 +130,9 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
-            if split.cp > 1 and (_kind(split) in self.beaten or self._at_least(split) > self.memory):
+            if split.cp > 1 and _kind(split) in self.beaten:
+                continue
+            if (split.cp > 1 or split.tp == 1) and self._at_least(split) > self.memory:
                 continue
             rows += self._of_split(copies, split, batch // copies)
         return rows
@@ -170,6 +174,8 @@ class Sweep:
             else:
                 rows += self._ways(copies, split, along, each)
             cut = smallest if along else None
+            if along and alone:  # not cut along the sequence it holds more
+                self.beaten.add(_kind(split))
             if split.cp > 1:
                 parts = smallest.estimate.parts
                 self.held.setdefault(split.tp, []).append(parts.total - parts.overhead - parts.gradients)

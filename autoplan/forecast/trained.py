@@ -83,7 +83,7 @@ def check_adapters(train: str, rank: int, targets: object, dropout: float, dtype
             "lora_dtype": dtype != LORA_DTYPES[0]}  # fmt: skip
     if train in TRAIN and train != "lora" and any(changed.values()):
         named = ", ".join(name for name, differs in changed.items() if differs)
-        raise AutoplanError(f"{named} with train={train!r}", hint='adapters are trained by train="lora" (--train lora)')
+        raise AutoplanError(f"{named} with train={train!r}", hint='only train="lora" adds adapters')
 
 
 def nothing_frozen(model: nn.Module) -> bool:
