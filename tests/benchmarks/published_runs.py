@@ -36,12 +36,15 @@ from autoplan.forecast.devices import load_device
 
 TABLE = Path(__file__).with_suffix(".md")
 ERRORS = TABLE.with_name("published_errors.md")
+REASONS = TABLE.with_name("published_reasons.md")
+BAR = 0.1  # errors beyond it have a reason
 _HEAD = """# Published runs, by error
 
 Written by published_runs.py: GiB and tokens a second of a GPU, as published, and the errors of the estimates.
+"Why": the numbers of published_reasons.md, for memory (m) and speed (s) beyond 10 %.
 
-| source | model | gpu | mesh | tokens | again | train | weights | GiB | off | speed | off | engine | otherwise |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| source | model | gpu | mesh | tokens | again | train | weights | GiB | off | speed | off | engine | otherwise | why |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -182,6 +185,19 @@ def runs() -> list[Run]:
     return [Run(*(cell.strip() for cell in line.strip()[1:-1].split("|"))) for line in lines]
 
 
+def reason(run: Run, figure: str, off: float | None) -> str:
+    """Return the number of the first reason whose words all stand in the run, for an error beyond the bar."""
+    if off is None or abs(off) <= BAR:
+        return ""
+    cells = {*vars(run).values(), *run.mesh.split(","), *run.engine.split(","), f"{run.batch} × {run.sequence}"}
+    cells.add("fast" if off > 0 else "slow")
+    for line in REASONS.read_text(encoding="utf-8").splitlines():
+        number, kind, words, *_ = [cell.strip() for cell in line.strip("|").split("|")] + [""] * 3
+        if kind == figure and cells.issuperset(words.split("; ")):
+            return f"{figure[0]}{number}"
+    return f"{figure[0]}?"
+
+
 def errors(run: Run, found: autoplan.Estimate) -> tuple[float | None, float | None]:
     """Of memory, without what the context and communicators take, and of speed."""
     gib = (found.peak - found.parts.overhead) / 2**30
@@ -207,9 +223,10 @@ def main(*words: str) -> None:
             continue
         rows.append((memory, speed, run))
         shown = [f"{one:+.1%}" if one is not None else "-" for one in (memory, speed)]
+        why = [reason(run, "memory", memory), reason(run, "speed", speed)]
         name = (run.source, run.model, run.gpu, run.mesh, f"{run.batch} × {run.sequence}", run.checkpointing, run.train,
                 run.weights, run.gib, shown[0], run.speed, shown[1], "other" if run.otherwise else "same",
-                run.otherwise)  # fmt: skip
+                run.otherwise, " ".join(filter(None, why)))  # fmt: skip
         written.append((max(abs(one) for one in (memory, speed) if one is not None), name))
         cells = (run.source, run.model, run.mesh, f"{run.batch} x {run.sequence}", run.checkpointing, run.train,
                  run.weights, run.gib, run.speed, *shown, run.otherwise)  # fmt: skip
