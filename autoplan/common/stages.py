@@ -38,7 +38,7 @@ def watched(watcher: Callable[[str], None]) -> AbstractContextManager[None]:
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Collect garbage seldom: most objects of a long call live until its end, and collecting took a tenth of its time."""
+    """Collect garbage seldom: most objects of a long call live until its end; collecting took a tenth of it."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, *before[1:])
     try:

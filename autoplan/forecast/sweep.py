@@ -92,9 +92,7 @@ class Sweep:
         most = self._most_ranks(gpus)
         sizes = [tp for tp in self.steps.plan(1).legal_tp if gpus % tp == 0 and tp <= most]
         contexts = self._context_sizes(gpus)
-        for tp in sizes:
-            if tp > 1 or not contexts:
-                yield Split(tp)
+        yield from (Split(tp) for tp in sizes if tp > 1 or not contexts)
         for tp, cp in product(sizes, reversed((1, *contexts) if contexts else ())):
             if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp and (cp > 1 or tp == 1):
                 yield Split(tp, cp=cp)
@@ -130,9 +128,12 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
-            if split.cp > 1 and _kind(split) in self.beaten:
-                continue
-            if (split.cp > 1 or split.tp == 1) and self._at_least(split) > self.memory:
+            if (
+                split.cp > 1
+                and _kind(split) in self.beaten
+                or (split.cp > 1 or split.tp == 1)
+                and self._at_least(split) > self.memory
+            ):
                 continue
             rows += self._of_split(copies, split, batch // copies)
         return rows
@@ -174,8 +175,8 @@ class Sweep:
             else:
                 rows += self._ways(copies, split, along, each)
             cut = smallest if along else None
-            if along and alone:  # not cut along the sequence it holds more
-                self.beaten.add(_kind(split))
+            if along and alone:
+                break  # not cut along the sequence it holds more
             if split.cp > 1:
                 parts = smallest.estimate.parts
                 self.held.setdefault(split.tp, []).append(parts.total - parts.overhead - parts.gradients)
@@ -231,15 +232,13 @@ class Sweep:
 
     def _meshes(self, copies: int, split: Split) -> list[tuple[tuple[str, int], ...]]:
         """FSDP2 over all copies of the split, and over ever fewer with replicas between (HSDP): halves, and a node."""
-        if self.common.shard_optimizer:
-            return [(("dp_replicate", copies), ("dp_shard", 1), *split.dims)]
         exchanging = self.common.exchange_experts
         if copies * split.cp % exchanging:
             raise IndivisibleError(f"{copies} copies are not divisible by exchange_experts={exchanging}")
         near = max(1, self.device.per_node // split.ranks)
         halves = (copies >> place for place in range(copies.bit_length()) if copies % (1 << place) == 0)
         valid = (n for n in (*halves, near) if 1 < n <= copies and copies % n == 0 == n * split.cp % exchanging)
-        shards = sorted(set(valid) or {copies}, reverse=True)
+        shards = [1] if self.common.shard_optimizer else sorted(set(valid) or {copies}, reverse=True)
         return [(("dp_replicate", copies // n), ("dp_shard", n), *split.dims) for n in shards]
 
     def _asked(self, mesh: tuple[tuple[str, int], ...], micro: int, checkpointing: bool | str, along: bool,
@@ -248,11 +247,8 @@ class Sweep:
             self.common, mesh=mesh, batch=micro, activation_checkpointing=checkpointing, sequence_parallel=along,
             reshard_after_forward=reshard, accumulate=max(1, each // micro), exact=False, experts=split.shared,
         )  # fmt: skip
-        return self._staged(replace(question, concurrency=-(-question.concurrency // question.copies)))
-
-    def _staged(self, question: Asked) -> Asked:
-        """Return the question with the virtual stages of a pipeline, if it is one."""
-        return replace(question, virtual_stages=self.virtual_stages) if question.stages > 1 else question
+        pieces = self.virtual_stages if question.stages > 1 else 1
+        return replace(question, concurrency=-(-question.concurrency // question.copies), virtual_stages=pieces)
 
     def _row(self, question: Asked) -> Row:
         priced = estimate_with(self.steps, question, self.device)
@@ -265,7 +261,7 @@ class Sweep:
 
     def of_mesh(self, mesh: tuple[tuple[str, int], ...], gpus: int, batch: int) -> Row:
         """The best row of a mesh that has none: others run it, or it is never looked at."""
-        question = self._staged(replace(self.common, mesh=mesh))
+        question = replace(self.common, mesh=mesh)
         if question.ranks != gpus or batch % question.copies:
             raise AutoplanError(
                 f"no row has the mesh {dict(mesh)}: it has {question.ranks} ranks and {question.copies} copies of the "
@@ -304,8 +300,8 @@ class Sweep:
         units = self.steps.known[recorded[0]].units if recorded else ()
         experts = {parameter.shape[0] for unit in units for parameter in unit.parameters if parameter.stack}
         asked = self.common.exchange_experts
-        exchanging = [n for n in _DOUBLED if n == 1 or experts and not any(size % n for size in experts)]
-        exchanging = [asked] if asked > 1 else exchanging
+        tried = [asked] if asked > 1 else _DOUBLED
+        exchanging = [n for n in tried if n == 1 or experts and not any(size % n for size in experts)]
         for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, exchanging):
             copies = gpus // (tp * stages)
             if (stages, ranks) == (1, asked) or gpus % (tp * stages) or batch % copies or copies % ranks:
