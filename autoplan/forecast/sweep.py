@@ -128,19 +128,14 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
-            if (
-                split.cp > 1
-                and _kind(split) in self.beaten
-                or (split.cp > 1 or split.tp == 1)
-                and self._at_least(split) > self.memory
-            ):
+            if split.cp > 1 and _kind(split) in self.beaten or self._at_least(split) > self.memory:
                 continue
             rows += self._of_split(copies, split, batch // copies)
         return rows
 
     def _at_least(self, split: Split) -> int:
         """Return a lower bound for its smallest step: from 2n to n ranks of cp it grows twice as much as from 4n."""
-        more, twice = (0, 0, *self.held.get(split.tp, ()))[-2:]
+        more, twice = (0, 0, *self.held.get(0 if split.cp == 1 < split.tp else split.tp, ()))[-2:]
         return 3 * twice - 2 * more if more else twice
 
     def _along(self, split: Split) -> tuple[bool, ...]:
@@ -233,8 +228,8 @@ class Sweep:
     def _meshes(self, copies: int, split: Split) -> list[tuple[tuple[str, int], ...]]:
         """FSDP2 over all copies of the split, and over ever fewer with replicas between (HSDP): halves, and a node."""
         exchanging = self.common.exchange_experts
-        if copies * split.cp % exchanging:
-            raise IndivisibleError(f"{copies} copies are not divisible by exchange_experts={exchanging}")
+        if copies * split.cp % exchanging or self.common.shard_optimizer and copies == 1:
+            raise IndivisibleError(f"states or experts cannot be spread over {copies} copies")
         near = max(1, self.device.per_node // split.ranks)
         halves = (copies >> place for place in range(copies.bit_length()) if copies % (1 << place) == 0)
         valid = (n for n in (*halves, near) if 1 < n <= copies and copies % n == 0 == n * split.cp % exchanging)
@@ -300,8 +295,11 @@ class Sweep:
         units = self.steps.known[recorded[0]].units if recorded else ()
         experts = {parameter.shape[0] for unit in units for parameter in unit.parameters if parameter.stack}
         asked = self.common.exchange_experts
-        tried = [asked] if asked > 1 else _DOUBLED
-        exchanging = [n for n in tried if n == 1 or experts and not any(size % n for size in experts)]
+        exchanging = [
+            n
+            for n in ([asked] if asked > 1 else _DOUBLED)
+            if n == 1 or experts and not any(size % n for size in experts)
+        ]
         for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, exchanging):
             copies = gpus // (tp * stages)
             if (stages, ranks) == (1, asked) or gpus % (tp * stages) or batch % copies or copies % ranks:
