@@ -2,9 +2,8 @@
 
     splits (tp, experts apart, cp) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
 
-Each split and way of checkpointing is recorded once; all else is arithmetic. Not recorded: less checkpointing where a
-bound says that it cannot fit, splits that do not fit with one checkpointed sequence, and splits that are larger and
-slower than the same one cut along the sequence, or than as many ranks with more of cp and fewer of tp.
+Each split and way of checkpointing is recorded once; all else is arithmetic. What a bound says cannot fit, or is larger
+and slower than another split, is not recorded (docs/estimate.md).
 """
 
 from __future__ import annotations
@@ -242,8 +241,8 @@ class Sweep:
             self.common, mesh=mesh, batch=micro, activation_checkpointing=checkpointing, sequence_parallel=along,
             reshard_after_forward=reshard, accumulate=max(1, each // micro), exact=False, experts=split.shared,
         )  # fmt: skip
-        pieces = self.virtual_stages if question.stages > 1 else 1
-        return replace(question, concurrency=-(-question.concurrency // question.copies), virtual_stages=pieces)
+        return replace(question, concurrency=-(-question.concurrency // question.copies),
+                       virtual_stages=self.virtual_stages if question.stages > 1 else 1)  # fmt: skip
 
     def _row(self, question: Asked) -> Row:
         priced = estimate_with(self.steps, question, self.device)
