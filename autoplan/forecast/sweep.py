@@ -294,11 +294,8 @@ class Sweep:
         units = self.steps.known[recorded[0]].units if recorded else ()
         experts = {parameter.shape[0] for unit in units for parameter in unit.parameters if parameter.stack}
         asked = self.common.exchange_experts
-        exchanging = [
-            n
-            for n in ([asked] if asked > 1 else _DOUBLED)
-            if n == 1 or experts and not any(size % n for size in experts)
-        ]
+        tried = (asked,) if asked > 1 else _DOUBLED
+        exchanging = [n for n in tried if n == 1 or experts and not any(size % n for size in experts)]
         for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, exchanging):
             copies = gpus // (tp * stages)
             if (stages, ranks) == (1, asked) or gpus % (tp * stages) or batch % copies or copies % ranks:
