@@ -75,7 +75,7 @@ def _few(shape: Sequence[int]) -> tuple[int, ...]:
     if prod(shape) > _MOST_ELEMENTS:
         raise SourceError(
             f"an example of shape {list(shape)} has {prod(shape):,} numbers; at most {_MOST_ELEMENTS:,} are drawn",
-            hint="look for an absurd size in the config, or pass inputs=",
+            hint="look for an absurd size in the config or the question (batch, sequence), or pass inputs=",
         )
     return tuple(shape)
 

@@ -38,10 +38,10 @@ from autoplan.cli.shared import (
     flushed,
     note,
     progress,
-    seldom_collected,
     speaking_of,
 )
 from autoplan.common.errors import AutoplanError
+from autoplan.common.stages import seldom_collected
 
 if TYPE_CHECKING:
     from autoplan.values import Finding, Plan

@@ -74,6 +74,14 @@ Compiled = Annotated[bool, typer.Option("--compiled", help="Price elementwise op
 Offload = Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps its shards in host memory.")]
 Concurrency = Annotated[int, typer.Option("--concurrency", min=0, help="For inference: sequences held at once.")]
 CacheDtype = Annotated[str | None, typer.Option("--cache-dtype", help="KV cache dtype: bfloat16, fp8 …")]
+Summed = Annotated[
+    str, typer.Option("--gradient-sync", help="each, or last: earlier micro-batches keep unsharded gradients.")
+]
+Exchange = Annotated[
+    int, typer.Option("--exchange-experts", min=1, help="Place experts on this many ranks of dp_shard.")
+]
+ShardStates = Annotated[bool, typer.Option("--shard-optimizer", help="Shard its states over dp_replicate (ZeRO-1).")]
+Stages = Annotated[int, typer.Option("--virtual-stages", min=1, help="Stages on each rank of pp (interleaved 1F1B).")]
 Chunked = Annotated[bool, typer.Option("--chunked-loss", help="Compute logits for an eighth of the tokens at a time.")]
 
 # Of the options of `choose` and `estimate`, those that are not keywords of autoplan's functions by the same name
@@ -98,6 +106,10 @@ def choose(
     mp_policy: Precision = None,
     matmuls: Matmuls = None,
     chunked_loss: Chunked = False,
+    gradient_sync: Summed = "each",
+    exchange_experts: Exchange = 1,
+    shard_optimizer: ShardStates = False,
+    virtual_stages: Stages = 1,
     compiled: Compiled = False,
     cpu_offload: Offload = False,
     concurrency: Concurrency = 0,
@@ -114,7 +126,7 @@ def choose(
     output: Output = None,
 ) -> None:
     """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
-    asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND}
+    asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
     import autoplan
     from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.estimate_table import against_view, choice_view, row_to_dict, row_view
@@ -177,15 +189,10 @@ def estimate(
     matmuls: Matmuls = None,
     chunked_loss: Chunked = False,
     compiled: Compiled = False,
-    exchange_experts: Annotated[
-        int, typer.Option("--exchange-experts", min=1, help="Place experts on this many ranks of dp_shard.")
-    ] = 1,
-    shard_optimizer: Annotated[
-        bool, typer.Option("--shard-optimizer", help="Shard its states over dp_replicate (ZeRO-1).")
-    ] = False,
-    virtual_stages: Annotated[
-        int, typer.Option("--virtual-stages", min=1, help="Stages on each rank of pp (interleaved 1F1B).")
-    ] = 1,
+    gradient_sync: Summed = "each",
+    exchange_experts: Exchange = 1,
+    shard_optimizer: ShardStates = False,
+    virtual_stages: Stages = 1,
     concurrency: Concurrency = 0,
     cache_dtype: CacheDtype = None,
     trust_remote_code: Trust = False,
@@ -193,7 +200,7 @@ def estimate(
     output: Output = None,
 ) -> None:
     """Say what one step costs on one rank of a mesh: memory at its peak, messages, time."""
-    asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND}
+    asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
     asked |= {"mesh": on_mesh(mesh, cp), "activation_checkpointing": checkpointing_of(checkpointing)}
     import autoplan
     from autoplan.emit.tables.estimate_table import estimate_view

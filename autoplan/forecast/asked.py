@@ -133,6 +133,7 @@ class Asked:
     exchange_experts: int = 1  # data-parallel ranks that hold whole experts and exchange tokens
     shard_optimizer: bool = False  # over the ranks of dp_replicate
     compiled: bool = False  # elementwise ops between products are one kernel
+    gradient_sync: str = "each"  # "last": earlier micro-batches keep unsharded gradients
     virtual_stages: int = 1  # pieces of the model that a rank of the pipeline has
 
     def __post_init__(self) -> None:
@@ -178,6 +179,8 @@ class Asked:
     def _check_what_others_run(self) -> None:
         if self.matmuls not in (None, "fp8"):
             raise AutoplanError(f"matmuls={self.matmuls!r}", hint='choose "fp8", or omit it')
+        if self.gradient_sync not in ("each", "last"):
+            raise AutoplanError(f"gradient_sync={self.gradient_sync!r}", hint='choose "each" or "last"')
         check_count("exchange_experts", self.exchange_experts)
         check_count("virtual_stages", self.virtual_stages)
         if self.virtual_stages > 1 and (self.stages == 1 or self.accumulate % self.stages):
@@ -245,6 +248,7 @@ class Asked:
                 self.mp_policy and self.data_parallel,
             f"{'' if self.reshard_after_forward else 'no '}reshard after forward":
                 self.reshard_after_forward is not None and self.data_parallel,
+            "gradients summed with the last micro-batch": self.summed_late,
             "logits gathered": self.gather_logits and self.size("tp") > 1,
             "with the loss that was given": self.loss is not None and self.train != "inference",
             "a loss in chunks": self.chunked_loss,
@@ -270,6 +274,9 @@ class Asked:
             f"loss: {untrained}": still and self.loss is not None,
             f"mixed precision: {why}": self.mp_policy and alone,
             f"reshard_after_forward: {why}": self.reshard_after_forward is not None and alone,
+            f"gradient_sync=last: {why if still or alone else 'a step has one micro-batch'}": self.gradient_sync
+            == "last"
+            and not self.summed_late,
             "sequence_parallel: the mesh has no tp": self.sequence_parallel and self.size("tp") == 1,
         }
         return tuple(text for text, applies in texts.items() if applies)
@@ -278,6 +285,11 @@ class Asked:
     def summed_once(self) -> bool:
         """Return whether weights are gathered and gradients summed once per step, not per micro-batch."""
         return self.stages > 1 or self.shard_optimizer
+
+    @property
+    def summed_late(self) -> bool:
+        """Return whether gradients of earlier micro-batches wait unsharded (`set_requires_gradient_sync(False)`)."""
+        return self.gradient_sync == "last" and self.data_parallel and self.accumulate > 1
 
     @property
     def stages(self) -> int:
@@ -345,12 +357,12 @@ def notes_on_question(
     """Yield what the step has of the values of sequence × sequence that the plan names (`pairs`: see `Tape`), and where
     the priced question differs from the requested one, or its size exceeds the config's. Raise where one such value
     exceeds `most` bytes."""
-    planned = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
-    for finding in planned.findings if pairs else ():
-        size = max((held for name, held in pairs.items() if matches(finding.where, name)), default=0.0)
-        if finding.kind == "pairs" and size:
-            text = f"{finding.where}: {finding.message}; in this step {bytes_text(int(size))}"
-            if 0 < most < size:
+    size = setting.tp, setting.ep, setting.sequence_parallel, setting.cp
+    for finding in steps.split(*size).findings if pairs else ():
+        largest = max((held for name, held in pairs.items() if matches(finding.where, name)), default=0.0)
+        if finding.kind == "pairs" and largest:
+            text = f"{finding.where}: {finding.message}; in this step {bytes_text(int(largest))}"
+            if 0 < most < largest:
                 hint = "load the model with fused attention (sdpa), or take shorter sequences"
                 raise AutoplanError(f"{text}, and the device has {bytes_text(most)}", hint=hint)
             yield text

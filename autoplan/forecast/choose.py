@@ -22,6 +22,7 @@ from autoplan.api import parallelize
 from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count, check_ranks
+from autoplan.common.stages import seldom_collected
 from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.tables.estimate_table import shown_sizes
 from autoplan.execute.data_parallel.mesh_dims import ALIASES
@@ -154,7 +155,7 @@ class Choice:
         if best.run_by or own:
             raise AutoplanError(
                 f"a script runs what autoplan runs, not {best.run_by or own}",
-                hint="choose without matmuls=, chunked_loss= and loss=, and with mp_policy='bf16', to get a script",
+                hint="choose without loss= and what others run, and with mp_policy='bf16', to get a script",
             )
         inputs = inputs_of(self.steps, Setting(sequence=best.sequence, training=best.train != "inference"))
         return script_text(
@@ -219,6 +220,10 @@ def choose(
     loss: Loss | None = None,
     matmuls: str | None = None,
     chunked_loss: bool = False,
+    gradient_sync: str = "each",
+    exchange_experts: int = 1,
+    shard_optimizer: bool = False,
+    virtual_stages: int = 1,
     compiled: bool = False,
     cpu_offload: bool = False,
     concurrency: int = 0,
@@ -233,7 +238,8 @@ def choose(
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once, or
     with `concurrency` (by default `global_batch`, of all copies of the model together) the prompts that are read.
     `train`, `lora_rank`, `lora_targets`, `lora_dropout`, `lora_dtype`, `weights`, `gather_logits`, `loss`, `matmuls`,
-    `chunked_loss`, `compiled`, `cpu_offload`, `cache_dtype`: see `estimate`.
+    `chunked_loss`, `gradient_sync`, `exchange_experts`, `shard_optimizer`, `compiled`, `cpu_offload`, `cache_dtype`:
+    see `estimate`; they hold for every row, `virtual_stages` for those with a pipeline, which others run.
     `margin`: the share of the memory that is left free, for what an allocator reserves and does not use.
     The device is one of rules/devices, or a file of one's own.
     """
@@ -245,10 +251,13 @@ def choose(
         check_count("global_batch", global_batch)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
     device = device if per_node is None else replace(device, per_node=per_node)
-    question = Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
+    check_count("virtual_stages", virtual_stages)
+    mesh = (("dp_replicate", gpus), ("dp_shard", 1)) if shard_optimizer else (("dp_shard", gpus),)
+    question = Asked(mesh, 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train,
                   gather_logits=gather_logits, loss=loss, matmuls=matmuls, chunked_loss=chunked_loss,
-                  compiled=compiled, cpu_offload=cpu_offload, concurrency=concurrency,
-                  cache_dtype=cache_dtype)  # fmt: skip
+                  compiled=compiled, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype,
+                  gradient_sync=gradient_sync, exchange_experts=exchange_experts,
+                  shard_optimizer=shard_optimizer)  # fmt: skip
     sequences = global_batch or (min(gpus, concurrency) if concurrency else gpus)
     if 0 < concurrency < sequences:
         raise AutoplanError(f"concurrency={concurrency} with global_batch={global_batch}",
@@ -261,8 +270,9 @@ def choose(
     steps = Steps(source, None, inputs, rank, targets_of(lora_targets), lora_dropout, lora_dtype)
     size = parse_memory(memory) if memory is not None else device.memory
     size = int(size * (1 - margin))
-    sweep = Sweep(steps, device, size, question)
-    rows = sweep.rows(gpus, sequences)
+    sweep = Sweep(steps, device, size, question, virtual_stages)
+    with seldom_collected():
+        rows = sweep.rows(gpus, sequences)
     if not rows and sequences != gpus:
         raise _no_batch(sweep, gpus, sequences)
     rows = sweep.settled(rows)

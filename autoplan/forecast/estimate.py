@@ -34,6 +34,7 @@ from autoplan.forecast.steptime import (
     in_float8,
     one_stage,
     step_time,
+    unread,
     zero_1,
 )
 from autoplan.forecast.trained import LORA_RANK, OPTIMIZERS, Optimizer, check_adapters, targets_of
@@ -88,6 +89,7 @@ def estimate(
     cache_dtype: str | None = None,
     chunked_loss: bool = False,
     matmuls: str | None = None,
+    gradient_sync: str = "each",
     exchange_experts: int = 1,
     shard_optimizer: bool = False,
     virtual_stages: int = 1,
@@ -103,14 +105,15 @@ def estimate(
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
     frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
     as peft chooses for the type of the model; `lora_dropout` drops what goes into them; `lora_dtype`: float32, as peft
-    casts them, or that of the "model"),
-    "inference" (a forward that keeps its keys and values). `weights`: as
+    casts them, or that of the "model"), "inference" (a forward that keeps its keys and values). `weights`: as
     the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
     the like. `concurrency`: for inference, the sequences whose keys and values are held, each `sequence` long, while
     `batch` prompts are read; `cache_dtype`: "fp8" and the like, where these are held otherwise than computed.
-    `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8. `exchange_experts`: whole
-    experts lie on so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded
-    over dp_replicate. `virtual_stages`: pieces of the model that each rank of `pp` has (interleaved 1F1B). These and a
+    `matmuls`: "fp8" prices the products of layers in blocks at the device's rate of float8.
+    `gradient_sync`: "last" sums gradients with the last micro-batch; those of earlier ones wait unsharded
+    (FSDP2's `set_requires_gradient_sync(False)`). `exchange_experts`: whole experts lie on
+    so many of the ranks of dp_shard, which exchange tokens. `shard_optimizer`: its states are sharded over
+    dp_replicate. `virtual_stages`: pieces of the model that each rank of `pp` has (interleaved 1F1B). These and a
     dim `pp` are run by others; the estimate says by whom (`run_by`). `compiled`: elementwise
     ops between products are one kernel each; memory is that of a step that is not compiled.
     `chunked_loss`: the head and the model's loss run over an eighth of the tokens at a time, so that logits are never
@@ -141,8 +144,8 @@ def estimate(
     question = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
                   reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
                   loss=loss, cpu_offload=cpu_offload, concurrency=concurrency, cache_dtype=cache_dtype,
-                  chunked_loss=chunked_loss,
-                  matmuls=matmuls, exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
+                  chunked_loss=chunked_loss, matmuls=matmuls, gradient_sync=gradient_sync,
+                  exchange_experts=exchange_experts, shard_optimizer=shard_optimizer,
                   virtual_stages=virtual_stages, compiled=compiled)  # fmt: skip
     on = device if isinstance(device, Device) else load_device(device)
     return estimate_with(steps, question, on, most=on.memory)
@@ -162,8 +165,12 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
     trained = held_bytes(units, data, trained=True) if training else 0
     states = _states(units, data, OPTIMIZERS[question.optimizer]) if training else 0
     states = -(-states // question.size("dp_replicate")) if question.shard_optimizer else states
-    waits = sum(map(data.reduced, units)) if question.stages > 1 and data.on else trained  # for the last micro-batch
-    standing = MemoryParts(weights=weights, optimizer=states, gradients=waits if question.accumulate > 1 else 0)
+    late = data.on and (question.stages > 1 or question.summed_late)
+    wide = OPTIMIZERS[question.optimizer].gradient if training and not data.on else 0  # buffers, there from the start
+    gradients = wide * sum(p.elements for u in units for p in u.parameters if p.trained) if wide else trained
+    waits = sum(map(data.reduced, units)) if late else gradients  # for the last micro-batch
+    standing = MemoryParts(weights=weights, optimizer=states,
+                           gradients=waits if question.accumulate > 1 or wide else 0)  # fmt: skip
     walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
     if question.chunked_loss:  # memory is that of one chunk; operations and messages are those of all
@@ -184,12 +191,13 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
                         cache=int((parts.kept - passing) * _cache_share(question, steps) + others))  # fmt: skip
     where, phase = peak.where, peak.phase
     stepping = _optimizer_step(units, data, weights, states, question) if training else MemoryParts()
-    stepping = replace(stepping, overhead=parts.overhead)
+    stepping = replace(stepping, overhead=parts.overhead, gradients=gradients)
     if question.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
     once = (*walk.messages(), *exchanged(walk, units, question.exchange_experts))
     once = (*once, *zero_1(units, trained)) if question.shard_optimizer else once
-    times = [1 if question.summed_once and s.dim in HIDDEN else question.accumulate for s in once]
+    summed = [question.summed_once or question.summed_late and s.kind != "all-gather" for s in once]
+    times = [1 if few and s.dim in HIDDEN else question.accumulate for few, s in zip(summed, once, strict=True)]
     sent = tuple(replace(s, number=s.number * n, bytes=s.bytes * n) for s, n in zip(once, times, strict=True))
     copies = question.copies
     ahead = walk.ahead / max(1, sum(walk.flops.values()))
@@ -204,11 +212,14 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
             f"concurrency={question.concurrency}: {steps.source.name} has no cache of keys and values", hint="omit it"
         )
     if tokens and whole:
-        read = weights + int(whole + others)
-        seconds = decoding_time(load, device, question.mesh, read, sequences / (batch * tokens))
+        share = sequences / (batch * tokens)
+        read = weights - unread(walk, units, share) + int(whole + others)
+        matrices = sum(len(p.shape) > 1 for unit in units for p in unit.parameters)
+        seconds = decoding_time(load, device, question.mesh, read, share, matrices)
         decoded = sequences * copies / (question.stages * seconds)
     time = step_time(load, device, question.mesh, question.accumulate, question.stages,
-                     summed_once=question.summed_once, pieces=question.virtual_stages)  # fmt: skip
+                     summed_once=question.summed_once, waiting=waits if question.summed_late else 0,
+                     pieces=question.virtual_stages)  # fmt: skip
     return Estimate(
         model=steps.source.name, mesh=question.mesh, batch=batch, sequence=tokens, train=question.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * question.accumulate,
@@ -384,4 +395,4 @@ def _optimizer_step(
     trained = held_bytes(units, data, trained=True)
     temporary = trained if states else 0
     temporary = temporary // question.size("dp_replicate") if question.shard_optimizer else temporary
-    return MemoryParts(weights=weights, gradients=trained, optimizer=states, temporary=temporary)
+    return MemoryParts(weights=weights, optimizer=states, temporary=temporary)

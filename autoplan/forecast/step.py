@@ -198,7 +198,7 @@ class Steps:
         if setting in self.known:
             return self.known[setting]
         if setting not in self.derived:
-            ways = (self._thicker,) if setting.batch > 2 else (self._thinner, self._longer)
+            ways = (self._thicker,) if setting.batch > 2 else (self._thinner, self._longer, self._fuller)
             derived = next((recorded for way in ways if (recorded := way(setting)) is not None), None)
             if derived is None:
                 return self.at(setting)
@@ -246,6 +246,20 @@ class Steps:
         program = blended(most.program, twice.program, 4)
         buffers = 3 * twice.buffers - 2 * most.buffers
         return None if program is None else replace(twice, program=program, buffers=buffers)
+
+    def _fuller(self, setting: Setting) -> Recorded | None:
+        """Add to one sequence over cp, twice, by how much it is more than over twice the ranks: two sequences over
+        those ranks differ from one by as many tokens, and what does not grow with tokens is the same."""
+        if setting.batch != 2 or setting.cp < 2 or setting.ep > 1:
+            return None
+        alone, wider = replace(setting, batch=1), replace(setting, batch=1, cp=2 * setting.cp)
+        one, far, two = map(self._there, (alone, wider, replace(wider, batch=2)))
+        if one is None or far is None or two is None or not one.left_out == far.left_out == two.left_out:
+            return None
+        doubled = blended(far.program, one.program, 3)  # 2 × one - far
+        middle = None if doubled is None else blended(doubled, two.program, 1.5)
+        program = None if middle is None else blended(far.program, middle, 3)
+        return None if program is None else replace(one, program=program)
 
     def _repeats(self, setting: Setting) -> bool:
         """Return whether several ranks hold one piece, as where there are fewer heads of keys than ranks."""

@@ -14,13 +14,17 @@ from autoplan.common.errors import AutoplanError
 from autoplan.forecast.devices import Device
 from autoplan.forecast.memory import Walk
 from autoplan.forecast.recording.tape import ATTENTION, Block, without_blocks
-from autoplan.forecast.sharded import UnitSize
+from autoplan.forecast.sharded import Held, UnitSize
 from autoplan.forecast.step import Recorded
 from autoplan.values.estimate import JOINED, Sent, StepTime
 
 HIDDEN = ("dp_shard", "dp", "fsdp", "dp_shard_cp", "dp_replicate")
 HOST_LINK = 25e9  # bytes a second of a rank, one way: half of PCIe 5.0 × 16, which two ranks often share
 HOST_MEMORY = 40e9  # bytes a second of a rank: eight of them share about 300 GB/s of a socket's channels
+_STREAMED = 0.83  # of the bandwidth: a copy on an H100 (measured), A100 (gpt-fast's README: about 1,700 GB/s)
+_KERNEL = 4e-6  # seconds that a kernel of decoding takes however little it reads: by half of published_decoding.py
+_KERNELS_OF_A_MATRIX = 2  # its product, and the elementwise work beside it
+_PASSES_OF_A_SUM = 2.5  # in its dtype: read it and a gradient of half of its bytes, write it
 _OPTIMIZER_PASSES = 7  # read and write of weights and two states, read of gradients
 
 
@@ -52,19 +56,24 @@ def step_time(
     stages: int = 1,
     *,
     summed_once: bool = False,
+    waiting: int = 0,
     pieces: int = 1,
 ) -> StepTime:
-    """Time `accumulate` micro-batches through `stages`. `summed_once`: data parallelism talks once a step. `pieces`:
-    virtual stages of a rank; the first micro-batch passes one of them at a time."""
+    """Time `accumulate` micro-batches through `stages`. `summed_once`: data parallelism talks once a step;
+    `waiting`: bytes of unsharded gradients, to which each micro-batch adds its own; the last one sums them over ranks.
+    `pieces`: virtual stages of a rank; the first micro-batch passes one of them at a time."""
     compute = _computing(load, device)
-    memory = load.moved / device.bandwidth
+    memory = (load.moved + _PASSES_OF_A_SUM * waiting) / device.bandwidth
     seconds: dict[str, float] = {}
     for sent in load.sent:
         if sent.dim not in HIDDEN:
             seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
     exposed = [(dim, accumulate * time) for dim, time in seconds.items()]
     idle = (stages - 1) * (compute + memory + sum(seconds.values())) / pieces
-    data = _not_hidden(load, compute + memory, device, mesh) * (1 if summed_once else accumulate)
+    data = _not_hidden(load, compute + memory, device, mesh)
+    gathers = tuple(sent for sent in load.sent if sent.kind == "all-gather") if waiting else load.sent
+    earlier = 0 if summed_once else accumulate - 1
+    data += earlier * _not_hidden(replace(load, sent=gathers), compute + memory, device, mesh) if earlier else 0.0
     if data:
         sharded = any(sent.dim in HIDDEN and sent.dim != "dp_replicate" for sent in load.sent)
         exposed.append(("dp_shard" if sharded else "dp_replicate", data))
@@ -75,11 +84,14 @@ def step_time(
 
 
 def decoding_time(
-    load: Load, device: Device, mesh: tuple[tuple[str, int], ...], read: int, share: float
+    load: Load, device: Device, mesh: tuple[tuple[str, int], ...], read: int, share: float, matrices: int
 ) -> float:  # fmt: skip
-    """Seconds for one token of each sequence. `share`: a token's part of `load`; `read`: bytes read once."""
+    """Seconds for one token of each sequence. `share`: the part of `load` that they are; `read`: bytes read once, of
+    so many `matrices`, too."""
     sent = sum(_seconds(replace(message, bytes=int(message.bytes * share)), device, mesh) for message in load.sent)
-    return max(_computing(load, device) * share, read / device.bandwidth) + sent
+    reached = device.bandwidth * (1.0 if device.efficiency == 1 else _STREAMED)  # `calibrate` measures a copy
+    work = max(_computing(load, device) * share, read / reached)
+    return work + sent + matrices * _KERNELS_OF_A_MATRIX * _KERNEL
 
 
 def _computing(load: Load, device: Device) -> float:
@@ -171,18 +183,33 @@ def exchanged(walk: Walk, units: tuple[UnitSize, ...], ranks: int) -> Iterator[S
     """Tokens that go to the ranks of their experts and back, as many of them as there are rows in the products."""
     if ranks == 1:
         return
-    stacks = [p for unit in units for p in unit.parameters if p.stack]
+    stacks = _stacks(units)
     if not stacks or not walk.expert_flops:
         raise AutoplanError("exchange_experts for a model without stacked experts", hint="omit it")
     if any(p.shape[0] % ranks for p in stacks):
         raise AutoplanError(f"{stacks[0].shape[0]} experts are not divisible by exchange_experts={ranks}",
                             hint="use a divisor")  # fmt: skip
     layers = [unit for unit in units if any(p.stack for p in unit.parameters)]
-    matrices = sum(prod(p.shape[1:]) for p in stacks)
-    rows = walk.expert_flops / (2 * matrices)  # of each layer
+    rows = _rows(walk, stacks)
     width = min(set.intersection(*(set(p.shape[1:]) for p in stacks)), default=stacks[0].shape[-1])
     size = int(rows * width * (walk.data.compute or stacks[0].size))
     yield Sent("ep", "all-to-all", _WAYS * len(layers), _WAYS * len(layers) * size, ranks)
+
+
+def unread(walk: Walk, units: tuple[UnitSize, ...], share: float) -> int:
+    """Bytes of experts that no token goes to, if so large a share of those that were recorded go to any alike."""
+    stacks = _stacks(units)
+    rows = share * _rows(walk, stacks) if stacks else 0
+    return int(sum(walk.data.stored(p) * (1 - 1 / p.shape[0]) ** rows for p in stacks))
+
+
+def _stacks(units: tuple[UnitSize, ...]) -> list[Held]:
+    return [p for unit in units for p in unit.parameters if p.stack]
+
+
+def _rows(walk: Walk, stacks: list[Held]) -> float:
+    """Rows that the experts of one layer take forward."""
+    return walk.expert_flops / (2 * sum(prod(p.shape[1:]) for p in stacks))
 
 
 def zero_1(units: tuple[UnitSize, ...], trained: int) -> tuple[Sent, ...]:

@@ -2,9 +2,8 @@
 
     splits (tp, experts apart, cp) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
 
-Each split and way of checkpointing is recorded once; all else is arithmetic. Not recorded: less checkpointing where a
-bound says that it cannot fit, splits that do not fit with one checkpointed sequence, and splits that are larger and
-slower than the same one cut along the sequence, or than as many ranks with more of cp and fewer of tp.
+Each split and way of checkpointing is recorded once; all else is arithmetic. What a bound says cannot fit, or is larger
+and slower than another split, is not recorded (docs/estimate.md).
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ class Sweep:
     device: Device
     memory: int
     common: Asked
+    virtual_stages: int = 1  # on each rank of pp, of what others run
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
     held: dict[int, list[int]] = field(default_factory=dict)  # bytes of the smallest steps over ever fewer cp, by tp
@@ -90,12 +90,12 @@ class Sweep:
         """Sizes of tp with experts cut inside, of cp for long sequences, of tp with whole experts, experts alone."""
         most = self._most_ranks(gpus)
         sizes = [tp for tp in self.steps.plan(1).legal_tp if gpus % tp == 0 and tp <= most]
-        for tp in sizes:
-            yield Split(tp)
-        for tp, cp in product(sizes, reversed(self._context_sizes(gpus))):
-            if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp:
+        contexts = self._context_sizes(gpus)
+        yield from (Split(tp) for tp in sizes if tp > 1 or not contexts)
+        for tp, cp in product(sizes, reversed((1, *contexts) if contexts else ())):
+            if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp and (cp > 1 or tp == 1):
                 yield Split(tp, cp=cp)
-        if not self.has_experts:
+        if not self.has_experts or self.common.exchange_experts > 1:
             return
         alone = [Split(1, ep) for ep in (2**n for n in range(1, most.bit_length())) if gpus % ep == 0 and ep <= most]
         for split in (*(Split(tp, tp) for tp in sizes if tp > 1), *alone):
@@ -127,14 +127,14 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
-            if split.cp > 1 and (_kind(split) in self.beaten or self._at_least(split) > self.memory):
+            if split.cp > 1 and _kind(split) in self.beaten or self._at_least(split) > self.memory:
                 continue
             rows += self._of_split(copies, split, batch // copies)
         return rows
 
     def _at_least(self, split: Split) -> int:
         """Return a lower bound for its smallest step: from 2n to n ranks of cp it grows twice as much as from 4n."""
-        more, twice = (0, 0, *self.held.get(split.tp, ()))[-2:]
+        more, twice = (0, 0, *self.held.get(0 if split.cp == 1 < split.tp else split.tp, ()))[-2:]
         return 3 * twice - 2 * more if more else twice
 
     def _along(self, split: Split) -> tuple[bool, ...]:
@@ -155,7 +155,7 @@ class Sweep:
             try:
                 smallest = self._smallest(copies, split, along, each)
             except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
-                self.dropped.append(f"{split}, sequence parallel: {error.message}")
+                self.dropped.append(f"{split}{', sequence parallel' if along else ''}: {error.message}")
                 continue
             except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
                 self.dropped.append(f"{split}: {error.message}")
@@ -169,6 +169,8 @@ class Sweep:
             else:
                 rows += self._ways(copies, split, along, each)
             cut = smallest if along else None
+            if along and alone:
+                break  # not cut along the sequence it holds more
             if split.cp > 1:
                 parts = smallest.estimate.parts
                 self.held.setdefault(split.tp, []).append(parts.total - parts.overhead - parts.gradients)
@@ -193,7 +195,7 @@ class Sweep:
                 tried = split.tp, checkpointing, micro
                 if split.cp > 1 and tried in self.failed:  # with half of the tokens on a rank
                     break
-                reshards = (None, False) if copies * split.cp > 1 else (None,)
+                reshards = (None, False) if copies * split.cp > 1 and not self.common.shard_optimizer else (None,)
                 ways = (self._replicated(copies, split, micro, checkpointing, along, kept, each) for kept in reshards)
                 rows = [row for way in ways for row in way]
                 yield from rows
@@ -224,9 +226,13 @@ class Sweep:
 
     def _meshes(self, copies: int, split: Split) -> list[tuple[tuple[str, int], ...]]:
         """FSDP2 over all copies of the split, and over ever fewer with replicas between (HSDP): halves, and a node."""
+        exchanging = self.common.exchange_experts
+        if copies * split.cp % exchanging or self.common.shard_optimizer and copies == 1:
+            raise IndivisibleError(f"states or experts cannot be spread over {copies} copies")
         near = max(1, self.device.per_node // split.ranks)
         halves = (copies >> place for place in range(copies.bit_length()) if copies % (1 << place) == 0)
-        shards = sorted({n for n in (*halves, near) if 1 < n <= copies and copies % n == 0} or {copies}, reverse=True)
+        valid = (n for n in (*halves, near) if 1 < n <= copies and copies % n == 0 == n * split.cp % exchanging)
+        shards = [1] if self.common.shard_optimizer else sorted(set(valid) or {copies}, reverse=True)
         return [(("dp_replicate", copies // n), ("dp_shard", n), *split.dims) for n in shards]
 
     def _asked(self, mesh: tuple[tuple[str, int], ...], micro: int, checkpointing: bool | str, along: bool,
@@ -235,7 +241,8 @@ class Sweep:
             self.common, mesh=mesh, batch=micro, activation_checkpointing=checkpointing, sequence_parallel=along,
             reshard_after_forward=reshard, accumulate=max(1, each // micro), exact=False, experts=split.shared,
         )  # fmt: skip
-        return replace(question, concurrency=-(-question.concurrency // question.copies))
+        return replace(question, concurrency=-(-question.concurrency // question.copies),
+                       virtual_stages=self.virtual_stages if question.stages > 1 else 1)  # fmt: skip
 
     def _row(self, question: Asked) -> Row:
         priced = estimate_with(self.steps, question, self.device)
@@ -286,17 +293,19 @@ class Sweep:
             ways.setdefault((s.tp, s.sequence_parallel, s.checkpointing), set()).add(s.batch)
         units = self.steps.known[recorded[0]].units if recorded else ()
         experts = {parameter.shape[0] for unit in units for parameter in unit.parameters if parameter.stack}
-        exchanging = [n for n in _DOUBLED if n == 1 or experts and not any(size % n for size in experts)]
+        asked = self.common.exchange_experts
+        tried = (asked,) if asked > 1 else _DOUBLED
+        exchanging = [n for n in tried if n == 1 or experts and not any(size % n for size in experts)]
         for (tp, along, checkpointing), stages, ranks in product(ways, _DOUBLED, exchanging):
             copies = gpus // (tp * stages)
-            if stages * ranks == 1 or gpus % (tp * stages) or batch % copies or copies % ranks:
+            if (stages, ranks) == (1, asked) or gpus % (tp * stages) or batch % copies or copies % ranks:
                 continue
             mesh = (("pp", stages), ("dp_shard", copies), ("tp", tp))
             each = batch // copies
             sizes = (1, 2, 4) if ways[tp, along, checkpointing] >= {1, 2} else (1,)
             for micro in (n for n in sizes if each % n == 0 and each // n >= stages):
-                question = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
                 try:
+                    question = self._asked(mesh, micro, checkpointing, along, None, each, Split(tp))
                     rows.append(self._row(replace(question, exchange_experts=ranks)))
                 except AutoplanError:  # more stages than blocks, or experts that are not divisible
                     break

@@ -83,7 +83,7 @@ def check_adapters(train: str, rank: int, targets: object, dropout: float, dtype
             "lora_dtype": dtype != LORA_DTYPES[0]}  # fmt: skip
     if train in TRAIN and train != "lora" and any(changed.values()):
         named = ", ".join(name for name, differs in changed.items() if differs)
-        raise AutoplanError(f"{named} with train={train!r}", hint='adapters are trained by train="lora" (--train lora)')
+        raise AutoplanError(f"{named} with train={train!r}", hint='only train="lora" adds adapters')
 
 
 def nothing_frozen(model: nn.Module) -> bool:
@@ -132,11 +132,12 @@ _SCALE = 4
 @dataclass(frozen=True)
 class Optimizer:
     """`bytes_of(parameter, inside a block)`: for each element; `source`: whose code it is; `paged`: states are moved to
-    the host when the device is short."""
+    the host when the device is short; `gradient`: bytes of a gradient's element, where it is kept in another dtype."""
 
     bytes_of: Callable[[Held, bool], float]
     source: str
     paged: bool = False
+    gradient: int = 0
 
 
 def _numbers(count: int) -> Callable[[Held, bool], float]:
@@ -169,7 +170,11 @@ def _with_master(held: Held, inside: bool) -> float:
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer(_numbers(2), "torch.optim.AdamW"),
     "adam": Optimizer(_numbers(2), "torch.optim.Adam"),
-    "adamw_master": Optimizer(_with_master, "AdamW of Megatron-LM and DeepSpeed, with additional float32 weights"),
+    "adamw_master": Optimizer(
+        _with_master,
+        "AdamW of Megatron-LM and DeepSpeed, with additional float32 weights; gradients in float32",
+        gradient=4,
+    ),
     "adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.AdamW8bit"),
     "paged_adamw": Optimizer(_numbers(2), "bitsandbytes.optim.PagedAdamW", paged=True),
     "paged_adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.PagedAdamW8bit", paged=True),

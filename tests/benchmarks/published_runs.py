@@ -36,12 +36,15 @@ from autoplan.forecast.devices import load_device
 
 TABLE = Path(__file__).with_suffix(".md")
 ERRORS = TABLE.with_name("published_errors.md")
+REASONS = TABLE.with_name("published_reasons.md")
+BAR = 0.1  # errors beyond it have a reason
 _HEAD = """# Published runs, by error
 
 Written by published_runs.py: GiB and tokens a second of a GPU, as published, and the errors of the estimates.
+"Why": the numbers of published_reasons.md, for memory (m) and speed (s) beyond 10 %.
 
-| source | model | gpu | mesh | tokens | again | train | weights | GiB | off | speed | off | engine | otherwise |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| source | model | gpu | mesh | tokens | again | train | weights | GiB | off | speed | off | engine | otherwise | why |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -88,6 +91,11 @@ MODELS: dict[str, Any] = {
     "gpt3-5b": mpt(24, 4096, 32),
     "gpt3-20b": mpt(44, 6144, 48),
     "gpt3-175b": mpt(96, 12288, 96),
+    "gpt-22b": mpt(48, 6144, 64),
+    "gpt-530b": mpt(105, 20480, 128),
+    "gpt-1t": mpt(128, 25600, 160),
+    "olmo-7b": llama(32, 4096, 11008, 32, 32, 100352),
+    "olmo-13b": llama(40, 5120, 13824, 40, 40, 100352),
     "nemotron-8b": nemotron(32, 4096, 32, 32),
     "nemotron-15b": nemotron(32, 6144, 48, 8),
     "nemotron-22b": nemotron(40, 6144, 48, 48),
@@ -162,7 +170,7 @@ class Run:
             accumulate=int(self.times), activation_checkpointing=again, sequence_parallel=along, train=self.train,
             weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=device,
             gather_logits="gathered" in says, matmuls="fp8" if "fp8" in says else None,
-            exchange_experts=int(says.get("exchange", 1)),
+            gradient_sync="last" if "late" in says else "each", exchange_experts=int(says.get("exchange", 1)),
             chunked_loss="chunked" in says, shard_optimizer="zero1" in says,
             compiled="compiled" in says, virtual_stages=int(says.get("virtual", 1)),
             optimizer="adamw_master" if says.keys() & {"zero1", "master"} else "adamw", cpu_offload="offload" in says,
@@ -175,6 +183,19 @@ class Run:
 def runs() -> list[Run]:
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
     return [Run(*(cell.strip() for cell in line.strip()[1:-1].split("|"))) for line in lines]
+
+
+def reason(run: Run, figure: str, off: float | None) -> str:
+    """Return the number of the first reason whose words all stand in the run, for an error beyond the bar."""
+    if off is None or abs(off) <= BAR:
+        return ""
+    cells = {*vars(run).values(), *run.mesh.split(","), *run.engine.split(","), f"{run.batch} × {run.sequence}"}
+    cells.add("fast" if off > 0 else "slow")
+    for line in REASONS.read_text(encoding="utf-8").splitlines():
+        number, kind, words, *_ = [cell.strip() for cell in line.strip("|").split("|")] + [""] * 3
+        if kind == figure and cells.issuperset(words.split("; ")):
+            return f"{figure[0]}{number}"
+    return f"{figure[0]}?"
 
 
 def errors(run: Run, found: autoplan.Estimate) -> tuple[float | None, float | None]:
@@ -202,9 +223,10 @@ def main(*words: str) -> None:
             continue
         rows.append((memory, speed, run))
         shown = [f"{one:+.1%}" if one is not None else "-" for one in (memory, speed)]
+        why = [reason(run, "memory", memory), reason(run, "speed", speed)]
         name = (run.source, run.model, run.gpu, run.mesh, f"{run.batch} × {run.sequence}", run.checkpointing, run.train,
                 run.weights, run.gib, shown[0], run.speed, shown[1], "other" if run.otherwise else "same",
-                run.otherwise)  # fmt: skip
+                run.otherwise, " ".join(filter(None, why)))  # fmt: skip
         written.append((max(abs(one) for one in (memory, speed) if one is not None), name))
         cells = (run.source, run.model, run.mesh, f"{run.batch} x {run.sequence}", run.checkpointing, run.train,
                  run.weights, run.gib, run.speed, *shown, run.otherwise)  # fmt: skip

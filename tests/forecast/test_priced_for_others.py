@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import autoplan
 from autoplan.common.errors import AutoplanError
@@ -110,6 +110,7 @@ def test_experts_that_exchange_tokens_are_gathered_by_those_that_hold_the_same()
         (DENSE, {"mesh": "dp_replicate=4,dp_shard=1", "shard_optimizer": True, "cpu_offload": True}),
         (EXPERTS, {"mesh": "dp_shard=4", "ep_size": 2}),
         (DENSE, {"virtual_stages": 2}),
+        (DENSE, {"gradient_sync": "sometimes"}),
         (DENSE, {"mesh": "pp=4", "virtual_stages": 2, "accumulate": 6}),
     ],
 )
@@ -136,6 +137,50 @@ def test_a_sharded_optimizer_divides_its_states_alone() -> None:
     assert part.parts.weights == every.parts.weights
     assert part.parts.optimizer == -(-every.parts.optimizer * 3 // 8)  # twelve bytes a number, where AdamW's are four
     assert {s.kind for s in part.messages} == {"reduce-scatter", "all-gather"}
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole_and_summed_once() -> None:
+    mesh: dict[str, Any] = {"mesh": "dp_shard=4", "accumulate": 4}
+    each, last = (asked(**mesh, gradient_sync=sync) for sync in ("each", "last"))
+    numbers = sum(part.numel() for part in LlamaForCausalLM(DENSE).parameters())
+    assert last.parts.gradients - each.parts.gradients == pytest.approx(4 * numbers - 2 * numbers / 4, rel=0.01)
+    summed = [{s.kind: s.number for s in one.messages} for one in (each, last)]
+    assert summed[0]["reduce-scatter"] == 4 * summed[1]["reduce-scatter"]
+    assert summed[0]["all-gather"] == summed[1]["all-gather"]
+    alone = asked(mesh="dp_shard=4", gradient_sync="last")
+    assert alone.parts == asked(mesh="dp_shard=4").parts
+    assert any("no effect: gradient_sync" in note for note in alone.notes)
+
+
+def test_gradients_beside_weights_of_an_optimizer_in_float32_are_kept_in_float32() -> None:
+    narrow, wide = (asked(mesh="tp=1", accumulate=2, optimizer=name) for name in ("adamw", "adamw_master"))
+    assert wide.parts.gradients == 2 * narrow.parts.gradients
+    assert asked(optimizer="adamw_master").parts.gradients == wide.parts.gradients  # there from the start
+
+
+def test_decoding_reads_the_experts_that_tokens_go_to() -> None:
+    held: dict[str, Any] = {"train": "inference", "batch": 1}
+    few, many = (asked(EXPERTS, **held, concurrency=n) for n in (1, 64))
+    weights = few.parts.weights / load_device("h100").bandwidth
+    assert few.decoded_per_second * 1.0 < 1 / (0.3 * weights)  # two of eight experts, and all else
+    assert many.decoded_per_second < 64 * few.decoded_per_second
+    more = MixtralConfig(**SIZES, num_hidden_layers=4, num_local_experts=64, num_experts_per_tok=2)
+    other = asked(more, **held, concurrency=1)
+    assert other.parts.weights > 5 * few.parts.weights
+    assert other.decoded_per_second > 0.9 * few.decoded_per_second  # two of 64 are as many bytes as two of eight
+
+
+def test_what_others_run_holds_for_all_rows_of_a_choice() -> None:
+    rows = autoplan.choose(EXPERTS, gpus=4, sequence=128, exchange_experts=2).rows
+    assert rows and all("exchange tokens" in row.estimate.run_by and row.ep == 1 for row in rows)
+    sharded = autoplan.choose(DENSE, gpus=4, sequence=128, shard_optimizer=True)
+    assert all("ZeroRedundancyOptimizer" in row.estimate.run_by for row in sharded.rows if row.mesh.get("tp") != 4)
+    assert "run with: states sharded" in str(sharded)
+    staged = autoplan.choose(DENSE, gpus=4, sequence=128, global_batch=16, virtual_stages=2)
+    assert not any(row.estimate.run_by for row in staged.rows)
+    assert all("2 on each rank" in row.estimate.run_by for row in staged.elsewhere if "pp" in row.mesh)
+    with pytest.raises(AutoplanError, match="exchange_experts"):
+        autoplan.choose(EXPERTS, gpus=4, sequence=128, exchange_experts=3)
 
 
 def test_a_loss_in_chunks_never_holds_all_logits() -> None:

@@ -166,6 +166,8 @@ def choice_reasons(choice: Any) -> Iterable[str]:
     if choice.fits:
         first = choice.rows[0]
         yield f"recommended: {first}; the fastest that fits ({first.binds})"
+        if first.estimate.run_by:
+            yield f"run with: {first.estimate.run_by}; autoplan plans the tp and data-parallel part"
     else:
         more = f"{choice.enough} such GPUs would suffice" if choice.enough else "no number of such GPUs suffices"
         yield f"nothing fits; {more}"
