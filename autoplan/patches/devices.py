@@ -7,7 +7,6 @@ whatever names an accelerator gets the CPU. Models whose code and attributes nam
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -18,11 +17,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autoplan.common.code.code_place import is_settled
 from autoplan.patches.patched import Patch, Place, patched
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu", "xla", "mtia")
 _MOVES = frozenset(getattr(torch.Tensor, name) for name in ACCELERATORS if hasattr(torch.Tensor, name))
-_BASE = frozenset({"torch", "numpy", "networkx", *sys.stdlib_module_names})
 
 
 def _answers_without_cuda() -> bool:
@@ -100,7 +99,7 @@ def names_an_accelerator(model: nn.Module) -> bool:
 
 @lru_cache(maxsize=4096)
 def _class_names_one(cls: type) -> bool:
-    if cls.__module__.partition(".")[0] in _BASE:
+    if is_settled(cls.__module__):
         return False
     seen: set[CodeType] = set()
     values = [getattr(value, "__func__", getattr(value, "fget", value)) for value in vars(cls).values()]
@@ -108,7 +107,7 @@ def _class_names_one(cls: type) -> bool:
 
 
 def _names_one(function: FunctionType, seen: set[CodeType]) -> bool:
-    """Follow a function into those of its file, and those that it imports, but not into torch's."""
+    """Follow a function into those that it calls, but not into those of trusted packages."""
     pending: list[CodeType] = [function.__code__]
     while pending:
         code = pending.pop()
@@ -126,7 +125,7 @@ def _names_one(function: FunctionType, seen: set[CodeType]) -> bool:
             called = function.__globals__.get(name)
             if _is_an_accelerator(called):
                 return True
-            if not isinstance(called, FunctionType) or called.__module__.partition(".")[0] in _BASE:
+            if not isinstance(called, FunctionType) or is_settled(called.__module__):
                 continue
             if called.__code__ not in seen and _names_one(called, seen):
                 return True

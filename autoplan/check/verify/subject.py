@@ -33,7 +33,7 @@ from autoplan.common.torch_internals import local_part, place_local
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.vocabulary.own_positions import whole_logits
-from autoplan.patches.devices import on_one_device
+from autoplan.patches.devices import names_an_accelerator, on_one_device
 from autoplan.patches.seeding import Lifted
 
 SAME = "computes the same in training and eval mode"  # why there is nothing to check
@@ -119,10 +119,11 @@ class Subject:
             return call(self.model, keywords)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward in the precision of the forward, which a model that checkpoints its own blocks runs again here.
-        (Function modes are off inside a torch function of a tensor, as `loss.backward()` is. Of an edge it is none.)"""
+        """Run backward as the forward was, which a model that checkpoints its own blocks runs again here. (Function
+        modes are off inside a torch function of a tensor, as `loss.backward()` is. Of an edge it is none.)"""
+        named = names_an_accelerator(self.model)
         with self.precision(), on_one_device(self.model):
-            torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
+            torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss) if named else loss)
 
     def precision(self) -> AbstractContextManager[Any]:
         return Lifted() if self.lifted else nullcontext()
