@@ -9,6 +9,7 @@ check/pipeline.py (a trial on simulated ranks, a draft by planning.py, a proof),
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
@@ -29,6 +30,7 @@ from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.agreement import fail_together
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parallelize import shard_model
+from autoplan.execute.parameters.picked import marked_modules
 from autoplan.execute.tensor_parallel import check_matches, tp_mesh_of
 from autoplan.hf.source import Model, Source, resolve
 from autoplan.hf.stacks import layers
@@ -166,6 +168,8 @@ def parallelize(
                 warn_unproven(plan)
             if not plan.layers and not plan.made_for.content:  # written by hand: a run shows which blocks run
                 plan = replace(plan, layers=layers(model))
+            if marked_modules():  # of an earlier model, which must be gone on every rank or on none: ops look them up
+                gc.collect()
             return shard_model(model, mesh, plan, options, dims)
 
 
