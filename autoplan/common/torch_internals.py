@@ -6,7 +6,9 @@ A comment says what torch offers in public, and why it is not enough.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -108,6 +110,17 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 def runs_compiled(module: nn.Module) -> bool:
     """Return whether the module was compiled, by `module.compile()` or `torch.compile(module)`."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def compiled_somewhere(model: nn.Module) -> bool:
+    """Return whether a part of the model is compiled, or the caller is: what runs inside would be compiled too."""
+    if any(runs_compiled(part) for part in model.modules()):
+        return True
+    dynamo = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
+    frame: FrameType | None = sys._getframe() if dynamo else None
+    while frame is not None and frame.f_code.co_filename != dynamo:
+        frame = frame.f_back
+    return frame is not None
 
 
 def uncompiled(model: Any) -> Any:

@@ -25,7 +25,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from autoplan.common.code.ways import (
 )
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
-from autoplan.common.torch_internals import DisableTorchFunction, detect_fake_mode, runs_compiled
+from autoplan.common.torch_internals import DisableTorchFunction, compiled_somewhere, detect_fake_mode
 from autoplan.execute.collectives import RankGroup, all_reduce, in_backward
 from autoplan.execute.guard.marks import PART, Kept, Listeners, this
 from autoplan.execute.guard.situations import Situations
@@ -177,7 +176,7 @@ class PathGuard:
         alone = alone or put_in
         if not (self.together or alone) or _has_no_values(given):
             return
-        if _runs_compiled(self.model):
+        if compiled_somewhere(self.model):
             return
         if sys.gettrace() is not None:
             if not self.told_unguarded:
@@ -286,14 +285,3 @@ def _has_no_values(arguments: dict[str, Any]) -> bool:
     """Return whether the tensors are fake or on meta."""
     tensors = [tensor for _, tensor in flatten_tensors(arguments)]
     return any(tensor.is_meta for tensor in tensors) or detect_fake_mode(tensors) is not None
-
-
-def _runs_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled, or the caller is: the mode would be compiled too."""
-    if any(runs_compiled(part) for part in model.modules()):
-        return True
-    dynamo = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
-    frame: FrameType | None = sys._getframe() if dynamo else None
-    while frame is not None and frame.f_code.co_filename != dynamo:
-        frame = frame.f_back
-    return frame is not None

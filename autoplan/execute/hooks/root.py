@@ -20,7 +20,7 @@ from autoplan.common.nested import (
     flatten_tensors,
     signature_names,
 )
-from autoplan.common.torch_internals import DisableTorchFunction
+from autoplan.common.torch_internals import DisableTorchFunction, compiled_somewhere
 from autoplan.execute.collectives import gather_pieces, mesh_device
 from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import At, Running, execute
@@ -119,6 +119,12 @@ class Root(Hooks):
                         if self.running.context
                         else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
                     )
+        if self.running.context and (torch.compiler.is_compiling() or compiled_somewhere(module)):
+            raise PlanMismatchError(
+                "the model, or a part of it, is compiled, which is not supported over cp: compiled code cannot read "
+                "a stream of which each rank holds its own positions",
+                hint="run it uncompiled, or use a mesh without cp",
+            )
         self.running.runs_whole = self.running.can_run_whole and runs_whole(arguments)
         positions_count = self.running.context and not self.running.runs_whole
         self.running.picks = self._picks(arguments) if positions_count else ""

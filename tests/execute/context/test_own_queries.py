@@ -57,6 +57,15 @@ def test_the_plan_says_so(made: Any) -> None:
     assert "for its own queries" in plan.explain("model.layers.1.self_attn.q_proj")
 
 
+def test_compiled_code_is_refused_before_ranks_could_wait_for_each_other(made: Any) -> None:
+    def run(model: Any) -> None:
+        model.model.layers[1].compile(backend="eager")
+        with pytest.raises(PlanMismatchError, match="compiled, which is not supported over cp"):
+            model(input_ids=torch.arange(8)[None])
+
+    on_ranks(made, run)
+
+
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("length", (8, 9, 13))  # of nine positions on four ranks one has none
 def test_a_step_is_that_of_one_device(made: Any, length: int, padded: bool) -> None:
