@@ -23,6 +23,7 @@ from autoplan.common.files.decode import inconsistencies
 from autoplan.common.patterns import matched_by, matches
 from autoplan.common.requirements import installed_versions
 from autoplan.common.torch_internals import DROPOUTS
+from autoplan.patches.patched import original_of
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, ParameterRule, Plan, Sizes, Version, replace
 from autoplan.version import __version__
 
@@ -72,6 +73,7 @@ class Reading:
 
     def value(self, value: Any, depth: int = _DEPTH) -> Any:
         """Return a value as plain data; `_ABSENT` where it is left out."""
+        value = original_of(value)  # earlier models may have replaced a function that this one's code reads
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, float):

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, Protocol
 
 from autoplan.common.errors import AutoplanError
@@ -208,6 +208,7 @@ class Kept:
 _noted = threading.local()  # of this thread: who notes holds; whether holds are apart
 _alone = Alone()
 _standing: dict[tuple[str, int, str], _Standing] = {}
+_replaced: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the original of each function of ours
 _ended: deque[Hold] = deque()  # ended by garbage collection, not yet cleared up
 
 
@@ -238,6 +239,13 @@ def apart() -> Iterator[None]:
         yield
     finally:
         _noted.apart = False
+
+
+def original_of(value: Any) -> Any:
+    """Return what a function of ours has replaced, also after it was taken away; anything else as it is."""
+    while isinstance(value, FunctionType) and value in _replaced:
+        value = _replaced[value]
+    return value
 
 
 class Notes(Protocol):
@@ -316,6 +324,8 @@ def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
     standing = _Standing(key, place, original, place.make(original))
     _join(mine, standing)
     _standing[key] = standing
+    if isinstance(standing.ours, FunctionType):
+        _replaced[standing.ours] = original
     place.put(standing.ours)
 
 

@@ -20,6 +20,7 @@ import autoplan
 from autoplan.check.ranks.common import RankError
 from autoplan.check.ranks.run import run_ranks
 from autoplan.execute.calls.function_mode import guard_kernels
+from autoplan.execute.fits import model_hash
 
 WIDTH = 16
 decorated = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
@@ -150,6 +151,16 @@ def test_without_a_reference_it_is_refused(inputs: dict[str, torch.Tensor]) -> N
     plan = autoplan.plan(model.eval(), 2, inputs=inputs)
     with pytest.raises(RankError, match="takes a weight of Linear and would skip its sums over ranks"):
         run_ranks(partial(run_fast, model=model, plan=plan, x=inputs["x"]), 2)
+
+
+def test_the_guards_of_an_earlier_model_do_not_change_what_a_plan_was_made_for() -> None:
+    model, undo = Fused(imported=False), list[Callable[[], None]]()
+    alone = model_hash(model)
+    guard_kernels(model, [model.far], undo)
+    assert getattr(project, "__wrapped__", None) is not None and model_hash(model) == alone
+    for one in undo:
+        one()
+    assert model_hash(model) == alone
 
 
 def test_an_undone_plan_takes_its_guards_away(monkeypatch: pytest.MonkeyPatch) -> None:
