@@ -391,8 +391,10 @@ def _states(units: tuple[UnitSize, ...], data: DataRanks, optimizer: Optimizer) 
 def _optimizer_step(
     units: tuple[UnitSize, ...], data: DataRanks, weights: int, states: int, question: Asked
 ) -> MemoryParts:
-    """While parameters are updated: torch's foreach form keeps one more number for each trained one."""
-    trained = held_bytes(units, data, trained=True)
-    temporary = trained if states else 0
+    """While parameters are updated, with what the optimizer's own step makes."""
+    optimizer = OPTIMIZERS[question.optimizer]
+    trained = [p for unit in units for p in unit.parameters if p.trained]
+    largest = max((int(data.stored(p) / p.size * optimizer.alone(p)) for p in trained), default=0)
+    temporary = max(optimizer.together * held_bytes(units, data, trained=True), largest)
     temporary = temporary // question.size("dp_replicate") if question.shard_optimizer else temporary
     return MemoryParts(weights=weights, optimizer=states, temporary=temporary)

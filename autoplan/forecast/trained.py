@@ -131,11 +131,15 @@ _SCALE = 4
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`bytes_of(parameter, inside a block)`: for each element; `source`: whose code it is; `paged`: states are moved to
-    the host when the device is short; `gradient`: bytes of a gradient's element, where it is kept in another dtype."""
+    """`bytes_of(parameter, inside a block)`: for each element; `source`: whose code it is; `together`: numbers that its
+    step makes for each trained one, `alone`: bytes for each number of the largest, where it takes one parameter after
+    the other; `paged`: states are moved to the host when the device is short; `gradient`: bytes of a
+    gradient's element, where it is kept in another dtype."""
 
     bytes_of: Callable[[Held, bool], float]
     source: str
+    together: int = 0
+    alone: Callable[[Held], float] = lambda held: 0
     paged: bool = False
     gradient: int = 0
 
@@ -162,14 +166,21 @@ def _muon(held: Held, inside: bool) -> float:
     return (1 if inside and len(held.shape) > 1 else 2) * held.size
 
 
+def _newton_schulz(held: Held) -> float:
+    """The update, and two of its size and two products of its shorter side in bfloat16."""
+    sides = held.shape[-2:] or (1,)
+    return held.size + 4 + 4 * min(sides) / max(sides)
+
+
 def _with_master(held: Held, inside: bool) -> float:
     """Two numbers in float32, and the weight itself where it is narrower."""
     return 8 + (4 if held.size < 4 else 0)
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adamw": Optimizer(_numbers(2), "torch.optim.AdamW"),
-    "adam": Optimizer(_numbers(2), "torch.optim.Adam"),
+    "adamw": Optimizer(_numbers(2), "torch.optim.AdamW, its foreach form", 1),
+    "adam": Optimizer(_numbers(2), "torch.optim.Adam, its foreach form", 1),
+    "adamw_fused": Optimizer(_numbers(2), "torch.optim.AdamW(fused=True)"),
     "adamw_master": Optimizer(
         _with_master,
         "AdamW of Megatron-LM and DeepSpeed, with additional float32 weights; gradients in float32",
@@ -178,12 +189,12 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.AdamW8bit"),
     "paged_adamw": Optimizer(_numbers(2), "bitsandbytes.optim.PagedAdamW", paged=True),
     "paged_adamw8bit": Optimizer(_eight_bits(2), "bitsandbytes.optim.PagedAdamW8bit", paged=True),
-    "adafactor": Optimizer(_factored, "torch.optim.Adafactor"),
-    "muon": Optimizer(_muon, "torch.optim.Muon, with AdamW outside blocks"),
-    "lion": Optimizer(_numbers(1), "lion-pytorch"),
+    "adafactor": Optimizer(_factored, "torch.optim.Adafactor", alone=lambda held: 2 * held.size),
+    "muon": Optimizer(_muon, "torch.optim.Muon, with AdamW outside blocks", alone=_newton_schulz),
+    "lion": Optimizer(_numbers(1), "lion-pytorch", alone=lambda held: held.size),
     "lion8bit": Optimizer(_eight_bits(1), "bitsandbytes.optim.Lion8bit"),
-    "adagrad": Optimizer(_numbers(1), "torch.optim.Adagrad"),
-    "rmsprop": Optimizer(_numbers(1), "torch.optim.RMSprop"),
+    "adagrad": Optimizer(_numbers(1), "torch.optim.Adagrad, its foreach form", 2),
+    "rmsprop": Optimizer(_numbers(1), "torch.optim.RMSprop, its foreach form", 1),
     "momentum": Optimizer(_numbers(1), "torch.optim.SGD with momentum"),
     "sgd": Optimizer(_numbers(0), "torch.optim.SGD"),
     "none": Optimizer(_numbers(0), "no update"),

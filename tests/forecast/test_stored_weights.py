@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.forecast.dry_run import dry_run
+from autoplan.forecast.sharded import Held
+from autoplan.forecast.trained import OPTIMIZERS
 from autoplan.hf.source import resolve
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -101,6 +107,68 @@ def test_each_optimizer_keeps_what_its_own_code_keeps() -> None:
         assert found[name] == pytest.approx(kept, rel=0.02), name
     assert found["adamw8bit"] == pytest.approx(2 * trained, rel=0.02) and found["paged_adamw8bit"] == 0
     assert found["adamw"] / 2 < found["muon"] < found["adamw"]
+
+
+class MadeMeanwhile(TorchDispatchMode):
+    """The most bytes that ops allocated and had not freed."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and (at := tensor.untyped_storage().data_ptr()) not in self.known:
+                self.known.add(at)
+                self.live += tensor.nbytes
+                weakref.finalize(tensor.untyped_storage(), self.freed, at, tensor.nbytes)
+                self.peak = max(self.peak, self.live)
+        return made
+
+    def freed(self, at: int, size: int) -> None:
+        self.known.discard(at)
+        self.live -= size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("adamw", partial(torch.optim.AdamW, foreach=True)),
+        ("adam", partial(torch.optim.Adam, foreach=True)),
+        ("adamw_fused", partial(torch.optim.AdamW, fused=True)),
+        ("adagrad", partial(torch.optim.Adagrad, foreach=True)),
+        ("rmsprop", partial(torch.optim.RMSprop, foreach=True)),
+        ("momentum", partial(torch.optim.SGD, momentum=0.9, foreach=True)),
+        ("sgd", partial(torch.optim.SGD, foreach=True)),
+        ("adafactor", torch.optim.Adafactor),
+        ("muon", torch.optim.Muon),
+    ],
+)
+def test_each_optimizer_makes_what_its_own_step_makes(name: str, kind: Any, dtype: torch.dtype) -> None:
+    weights = [nn.Parameter(torch.randn(512, 512, dtype=dtype)) for _ in range(6)]
+    optimizer = kind(weights, lr=1e-3)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    with MadeMeanwhile(*weights, *gradients, *states) as made:
+        optimizer.step()
+    row, size = OPTIMIZERS[name], dtype.itemsize
+    said = max(6 * row.together * size, row.alone(Held("", (512, 512), size, trained=True, stack=False)))
+    assert made.peak == pytest.approx(512 * 512 * said, rel=0.02, abs=4096)
+
+
+def test_a_fused_optimizer_makes_nothing() -> None:
+    config = llama(dtype=torch.float32)
+    foreach, fused = (
+        autoplan.estimate(config, mesh="tp=1", sequence=8, optimizer=one) for one in ("adamw", "adamw_fused")
+    )
+    assert foreach.parts.temporary == foreach.parts.gradients and fused.parts.temporary < foreach.parts.temporary
+    assert fused.parts.optimizer == foreach.parts.optimizer
 
 
 def test_a_dtype_that_nothing_is_computed_in_is_an_error(tmp_path: Path) -> None:
