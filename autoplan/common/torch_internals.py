@@ -114,8 +114,11 @@ def runs_compiled(module: nn.Module) -> bool:
 
 def compiled_somewhere(model: nn.Module) -> bool:
     """Return whether a part of the model is compiled, or the caller is: what runs inside would be compiled too."""
-    if any(runs_compiled(part) for part in model.modules()):
-        return True
+    return any(runs_compiled(part) for part in model.modules()) or called_by_compiled_code()
+
+
+def called_by_compiled_code() -> bool:
+    """Return whether code that torch.compile runs is among the callers."""
     dynamo = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
     frame: FrameType | None = sys._getframe() if dynamo else None
     while frame is not None and frame.f_code.co_filename != dynamo:

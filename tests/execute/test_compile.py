@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_processes
+from autoplan.common.errors import PlanMismatchError
 from autoplan.execute.dropout import draws_in_code, may_draw
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.source import resolve
@@ -207,6 +208,42 @@ def test_steps_compile_with_checkpointing_labels_and_any_length() -> None:
 @pytest.mark.slow
 def test_every_way_to_compile_steps() -> None:
     check_walk(MORE, LENGTHS, 3600.0)
+
+
+def over_cp(rank: int) -> list[tuple[int, int, float, float]]:
+    """The same of models over cp whose MLPs are compiled, of two layers each."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    found = []
+    for model_type in ("llama", "mixtral"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        given = {"input_ids": ids()[:, :7], "use_cache": False, "labels": ids()[:, :7]}
+        unsharded = built(model_type)
+        loss, gradients = step(unsharded, unsharded, given)
+        plan = autoplan.plan(built(model_type), cp_size=2, prove="none")
+        model = autoplan.parallelize(built(model_type), mesh, plan, activation_checkpointing=True)
+        for layer in model.model.layers:
+            layer.mlp.compile(backend="aot_eager")
+        got, ours = step(model, model, given)
+        far = max(float((ours[name] - wanted).abs().max()) for name, wanted in gradients.items())
+        counters = torch._dynamo.utils.counters
+        breaks = sum(counters["graph_break"].values())
+        found.append((breaks, counters["stats"]["unique_graphs"], float((got - loss).abs()), far))
+        model.model.layers[1].self_attn.compile(backend="eager")
+        with pytest.raises(
+            PlanMismatchError, match=r"layers.1.self_attn \(positions are moved at .*q_proj\) is compiled"
+        ):
+            model(**given)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.gloo
+def test_mlps_compile_over_cp_with_checkpointing_in_one_graph() -> None:
+    for ranks in run_processes(over_cp, (), 2, timeout=240.0):
+        for breaks, graphs, loss, gradient in ranks:
+            assert (breaks, graphs) == (0, 1) and loss < 1e-6 and gradient < 1e-6
 
 
 def drawing(rank: int) -> float:

@@ -181,6 +181,8 @@ class _Calls:
         self.modes = _get_current_function_mode_stack()
         state.runs.kept += 1
         self.random = state.running is not None and state.running.randomness.active
+        self.records = [record for below in module.modules() if (record := record_of(below)) is not None]
+        self.summed = [record.summed.copy() for record in self.records]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.ran:
@@ -197,8 +199,7 @@ class _Calls:
     def _inside_the_model(self) -> Iterator[None]:
         """Restore what the forward had set up around a block: backward recomputes it outside of the model's forward."""
         running = self.state.running
-        records = (record for below in self.module.modules() if (record := record_of(below)) is not None)
-        reading = next((record.reading for record in records), None)  # one per model
+        reading = next((record.reading for record in self.records), None)  # one per model
         with ExitStack() as stack:
             # Function modes of the forward (such as `with torch.device(...)`) are off in backward.
             active = _get_current_function_mode_stack()
@@ -209,6 +210,9 @@ class _Calls:
             if reading is not None:
                 stack.callback(setattr, reading, "inside", reading.inside)
                 reading.inside = True
+            for record, summed in zip(self.records, self.summed, strict=True):
+                stack.callback(setattr, record, "summed", record.summed)
+                record.summed = summed
             if running is not None:
                 # Random streams count as switched; the checkpoint itself restores their state.
                 stack.callback(running.frames.__setitem__, slice(None), list(running.frames))

@@ -29,9 +29,11 @@ from autoplan.execute.executors import Around, At, Running, copied_with_closure,
 from autoplan.execute.guard.marks import as_given, looking_on
 from autoplan.values import (
     AroundModule,
+    AttendAcross,
     Boundary,
     CallRewrite,
     Instruction,
+    NoteShard,
     OwnPositions,
     ReduceScatterSequence,
     SequenceBoundary,
@@ -49,7 +51,7 @@ class ModuleWork:
     framed: bool = False
     random: str = ""  # "split", "whole" or ""
 
-    def of(self, kind: type[Any]) -> list[Any]:
+    def of(self, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
         return [instruction for instruction in self.instructions if isinstance(instruction, kind)]
 
     @property
@@ -73,6 +75,15 @@ def listen(module: nn.Module, worker: Worker) -> list[RemovableHandle]:
     if worker.needs_cleanup:
         handles.append(module.register_forward_hook(worker.clean_up, with_kwargs=True, always_call=True))
     return handles
+
+
+def moved_inside(module: nn.Module) -> str:
+    """Return the name of a module inside (or this one) at which the plan moves positions of a sequence; "" if none."""
+    hooks = (hook for inner in module.modules() for hook in inner._forward_pre_hooks.values())
+    workers = (worker for hook in hooks if isinstance(worker := getattr(hook, "__self__", None), Worker))
+    moving = (SequenceBoundary, AttendAcross)
+    moves = (w.work.name for w in workers for i in w.work.of(moving) if not isinstance(i, NoteShard))
+    return next(moves, "")
 
 
 def keep_order(module: nn.Module) -> None:

@@ -20,13 +20,13 @@ from autoplan.common.nested import (
     flatten_tensors,
     signature_names,
 )
-from autoplan.common.torch_internals import DisableTorchFunction, compiled_somewhere
+from autoplan.common.torch_internals import DisableTorchFunction, called_by_compiled_code, runs_compiled
 from autoplan.execute.collectives import gather_pieces, mesh_device
 from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.sizes import plain_sizes
-from autoplan.execute.hooks.install import Hooks
+from autoplan.execute.hooks.install import Hooks, moved_inside
 from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
 from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.hooks.whole import mark_caches, runs_whole
@@ -68,6 +68,26 @@ def _counts(model: nn.Module) -> dict[str, int]:
     except (TypeError, ValueError):
         return {}
     return {parameter.name: parameter.default for parameter in parameters if type(parameter.default) is int}
+
+
+def _refuse_compiled_moves(model: nn.Module) -> None:
+    """Over cp, refuse compiled code in which positions are exchanged: it cannot read a stream of which each rank holds
+    its own positions, and ranks would wait for each other."""
+    compiled = ((name, part) for name, part in model.named_modules() if runs_compiled(part))
+    found = next(((name, at) for name, part in compiled if (at := moved_inside(part))), None)
+    if found is None and not (torch.compiler.is_compiling() or called_by_compiled_code()):
+        return
+    name, at = found or ("", "")
+    what = f"{name} (positions are moved at {at})" if name and at != name else name or "the model"
+    free = next(
+        (name for name, part in model.named_modules() if next(part.children(), None) and not moved_inside(part)), ""
+    )
+    raise PlanMismatchError(
+        f"{what} is compiled, which is not supported over cp: compiled code cannot read a stream of which each rank "
+        "holds its own positions",
+        hint=f"compile parts at which no positions are moved{f', such as {free}' if free else ''} (see "
+        "docs/howto/train-on-long-sequences.md), or use a mesh without cp",
+    )
 
 
 class Root(Hooks):
@@ -119,12 +139,8 @@ class Root(Hooks):
                         if self.running.context
                         else f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
                     )
-        if self.running.context and (torch.compiler.is_compiling() or compiled_somewhere(module)):
-            raise PlanMismatchError(
-                "the model, or a part of it, is compiled, which is not supported over cp: compiled code cannot read "
-                "a stream of which each rank holds its own positions",
-                hint="run it uncompiled, or use a mesh without cp",
-            )
+        if self.running.context:
+            _refuse_compiled_moves(module)
         self.running.runs_whole = self.running.can_run_whole and runs_whole(arguments)
         positions_count = self.running.context and not self.running.runs_whole
         self.running.picks = self._picks(arguments) if positions_count else ""

@@ -12,10 +12,9 @@ code of the model sees it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -171,25 +170,28 @@ def fsdp_placements(placements: Sequence[Placement], held: Held | None) -> Seque
 class Reading:
     """The reading state of one model: whether its code is running (`inside`), so that parameters read as local tensors.
     `guard`: is notified of each outermost call of a module (a `PathGuard`). `new_forward`: whether a library replaced
-    the forward of the called module. `summed`: by id, parameters whose gradients are summed together at the end.
+    the forward of the called module. `summed`: records of modules that read parameters whose gradients are summed
+    together at the end.
     `gathered`: what FSDP2 left gathered after a forward, with the parameters that it shards (data_parallel/lost.py)."""
 
     inside: bool = False
     guard: Any = None
     new_forward: bool = False
     summing: bool = False  # whether any gradients are summed so
-    summed: dict[int, torch.Tensor] = field(default_factory=dict)
+    summed: list[ModuleRecord] = field(default_factory=list)
     gathered: Any = None
 
 
 @dataclass
 class ModuleRecord:
-    """The record of one module: how its own parameters and split buffers are held, by their names in the module."""
+    """The record of one module: how its own parameters and split buffers are held, by their names in the module.
+    `summed`: parameters whose gradients are summed together at the end, as its code reads them."""
 
     reading: Reading
     original: type  # the module's own class; `local_views` gives it a subclass
     parameters: dict[str, Held] = field(default_factory=dict)
     buffers: dict[str, Held] = field(default_factory=dict)
+    summed: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def attach(self, module: nn.Module) -> None:
         module.__dict__[_ATTRIBUTE] = self
@@ -255,8 +257,6 @@ def plain_name(fqn: str) -> str:
 # backward, for all parameters of the module that was called: in backward ranks may reach parameters in another order,
 # or not at all, since an expert without tokens of a rank is not read there.
 
-NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
-
 
 def part_of_whole(part: torch.Tensor, whole: Held, summed: torch.Tensor | None) -> torch.Tensor:
     """Return the part of a replicated parameter (or of a tp rank's shard) that a rank of context parallelism reads; its
@@ -277,26 +277,30 @@ def part_of_whole(part: torch.Tensor, whole: Held, summed: torch.Tensor | None) 
     return part_of_sum(part, size) if held.divide else part
 
 
-def summed_together(module: nn.Module, view: Callable[[nn.Parameter, Held], torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return, by id, the parameters of a called module whose gradients are summed at the end of its backward. `view`:
-    returns a rank's local tensor of one."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return {}
+def sum_together(module: nn.Module, reading: Reading, view: Callable[[nn.Parameter, Held], torch.Tensor]) -> None:
+    """Let the modules inside read what `_CopyAll` returns of parameters whose gradients are summed at the end of the
+    backward of the called module. `view`: returns a rank's local tensor of one."""
+    if not reading.summing or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
     views: dict[int, torch.Tensor] = {}
+    readers: list[tuple[ModuleRecord, str, int]] = []
     groups = set[RankGroup]()
     for inner in module.modules():
         record = record_of(inner)
         for name, parameter in own_parameters(inner).items() if record is not None else ():
             held = record.parameters.get(name) if record is not None else None
-            if parameter is None or not parameter.requires_grad or held is None or held.read is None:
+            if record is None or parameter is None or not parameter.requires_grad or held is None or held.read is None:
                 continue
-            if held.is_summed and id(parameter) not in views:
-                views[id(parameter)] = view(parameter, held)
+            if held.is_summed:
+                readers.append((record, name, id(parameter)))
                 groups.add(held.read.group)
-    if not views:
-        return {}
-    copies = _CopyAll.apply(groups.pop(), *views.values())
-    return dict(zip(views, copies, strict=True))
+                if id(parameter) not in views:  # tied ones are read as one
+                    views[id(parameter)] = view(parameter, held)
+    if views:
+        copies = dict(zip(views, _CopyAll.apply(groups.pop(), *views.values()), strict=True))
+        reading.summed = [record for record, _, _ in readers]
+        for record, name, key in readers:
+            record.summed[name] = copies[key]
 
 
 _MESSAGE = 1 << 22  # numbers; a larger gradient is summed by itself

@@ -20,7 +20,7 @@ reads it through the attribute: it is returned unchanged.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from types import FunctionType
@@ -50,13 +50,12 @@ from autoplan.execute.collectives import (
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.execute.parameters.held import (
-    NOTHING,
     Held,
     SumSharedRows,
     is_local_of,
     part_of_whole,
     record_of,
-    summed_together,
+    sum_together,
 )
 from autoplan.execute.parameters.new_forward import has_new_forward, is_read_by_a_new_forward
 from autoplan.execute.parameters.state_dict import gathered, local_piece
@@ -64,14 +63,14 @@ from autoplan.patches.classes import subclass_of
 
 
 def local_view(
-    parameter: torch.Tensor | None, held: Held | None, summed: Mapping[int, torch.Tensor] = NOTHING
+    parameter: torch.Tensor | None, held: Held | None, summed: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Return the plain tensor this rank computes with."""
+    """Return the plain tensor this rank computes with. `summed`: see `part_of_whole`."""
     lies_on_tp = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
     if parameter is None or held is None or held.read is None:
         local = _held_view(parameter, held)
-    elif id(parameter) in summed:
-        local = part_of_whole(parameter, held, summed[id(parameter)])
+    elif summed is not None:
+        local = part_of_whole(parameter, held, summed)
     elif isinstance(parameter, DTensor) and (not lies_on_tp or held.read.group == held.group):
         return parameter  # FSDP2's sharded parameter
     else:
@@ -217,7 +216,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
         guard = None if torch.compiler.is_compiling() else reading.guard
         reading.new_forward = not torch.compiler.is_compiling() and has_new_forward(self)
         reading.inside = True
-        reading.summed = summed_together(self, _held_view) if reading.summing else {}
+        sum_together(self, reading, _held_view)
         try:
             if guard is None:
                 return base(self, *args, **kwargs)
@@ -229,7 +228,9 @@ def _reading_call(cls: type) -> Callable[..., Any]:
                 raise
             raise named from error
         finally:
-            reading.inside, reading.summed = False, {}
+            reading.inside = False
+            while reading.summed:
+                reading.summed.pop().summed.clear()
             if guard is not None:
                 guard.close()
 
@@ -302,7 +303,7 @@ def stored_tensor(module: nn.Module, name: str) -> Any:
     parameter, record = own_parameters(module)[name], record_of(module)
     if record is None or not record.reading.inside:
         return parameter
-    return local_view(parameter, record.parameters.get(name), record.reading.summed)
+    return local_view(parameter, record.parameters.get(name), record.summed.get(name))
 
 
 def _parameter_property(name: str, computed: Any = None) -> property:
@@ -334,9 +335,9 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if record.reading.new_forward and not torch.compiler.is_compiling() and is_read_by_a_new_forward(self):
             return whole_view(parameters[name], held)
         if not function_mode_is_active():
-            return local_view(parameters[name], held, record.reading.summed)
+            return local_view(parameters[name], held, record.summed.get(name))
         with DisableTorchFunction():  # a scoped function mode must not count these calls
-            local = local_view(parameters[name], held, record.reading.summed)
+            local = local_view(parameters[name], held, record.summed.get(name))
         if held is not None and local is not None and not torch.compiler.is_compiling():
             marks = looking_on()
             if marks is not None and (held.dim is not None or held.gradient != "local"):

@@ -78,6 +78,8 @@ class OwnStream(PositionLogits):
 
     @classmethod
     def gathered(cls, own: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # while an input is read, where ranks would wait for each other
+            raise PlanMismatchError(f"compiled code is given {cls.what} of which each rank holds its own positions")
         return cls.gather(own, cls.dim_from_end, cls.length, cls.group)
 
 
