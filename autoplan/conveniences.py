@@ -10,29 +10,34 @@ It also registers transformers' conventions for rooms below hf/ (common/conventi
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import conventions, hand_in
 from autoplan.common.options import check_argument
 from autoplan.hf.conventions import TRANSFORMERS
-from autoplan.values import Change, Plan, Report
+from autoplan.values import Change, Plan
 from autoplan.values.estimate import Estimate, provide
 
 if TYPE_CHECKING:
     from autoplan.emit.exports.export import Exported, Surroundings
 
 
-def _plan_text(plan: Plan) -> str:
-    from autoplan.emit.tables.terminal import plain_text, plan_view
+def _late(function: str) -> Callable[..., Any]:
+    """Return a function, given as "room:function", that is loaded when it is called."""
+    room, _, name = function.partition(":")
+    return lambda *args, **kwargs: getattr(import_module(f"autoplan.{room}"), name)(*args, **kwargs)
 
-    return plain_text(plan_view(plan))
+
+def _text(view: str) -> Callable[[Any], str]:
+    """Return a function that shows a value as text, by its view for terminals."""
+    return lambda value: str(_late("emit.tables.terminal:plain_text")(_late(view)(value)))
 
 
-def _report_text(report: Report) -> str:
-    from autoplan.emit.tables.terminal import plain_text, report_view
-
-    return plain_text(report_view(report))
+def _page(page: str) -> Callable[[Any, str | PathLike[str]], None]:
+    """Return a function that writes a value's page."""
+    return lambda value, path: _late("emit.pages.markup:write_page")(path, lambda: _late(page)(value))
 
 
 def _explain(plan: Plan, path: str) -> str:
@@ -47,12 +52,6 @@ def _diff(plan: Plan, other: Plan) -> tuple[Change, ...]:
 
     check_argument("other", other, Plan, "pass another plan, such as autoplan.load_plan(path)")
     return diff(plan, other)
-
-
-def _to_dict(plan: Plan) -> dict[str, Any]:
-    from autoplan.decide.written_plans.plan_file import plan_to_dict
-
-    return plan_to_dict(plan)
 
 
 def _to_torch(plan: Plan, *, gather_logits: bool | None) -> dict[str, Any]:
@@ -104,12 +103,6 @@ def _part_for(plan: Plan, model: Any) -> Plan:
     return part_for(plan, model)
 
 
-def _save(plan: Plan, path: str | PathLike[str]) -> None:
-    from autoplan.decide.written_plans.plan_file import save_plan
-
-    save_plan(plan, path)
-
-
 def _plan_report(
     plan: Plan, path: str | PathLike[str], *, estimate: Estimate | None, memory: str | int | None, what_if: Any
 ) -> None:
@@ -130,13 +123,6 @@ def _bytes(memory: str | int | None) -> int:
     return parse_memory(memory)
 
 
-def _report_page(report: Report, path: str | PathLike[str]) -> None:
-    from autoplan.emit.pages.markup import write_page
-    from autoplan.emit.pages.others import report_page
-
-    write_page(path, lambda: report_page(report))
-
-
 def _choice_page(found: Any, path: str | PathLike[str]) -> None:
     from autoplan.emit.pages.markup import write_page
     from autoplan.emit.pages.others import choice_page
@@ -144,56 +130,27 @@ def _choice_page(found: Any, path: str | PathLike[str]) -> None:
     write_page(path, lambda: choice_page(found, found.plan if found.fits else None, found.pictured()))
 
 
-def _in_notebook(of: str) -> Callable[[Any], str]:
-    def shown(value: Any) -> str:
-        from autoplan.emit.pages import others
-
-        return str(getattr(others, of)(value))
-
-    return shown
-
-
-def _estimate_text(found: Estimate) -> str:
-    from autoplan.emit.tables.estimate_table import estimate_view
-    from autoplan.emit.tables.terminal import plain_text
-
-    return plain_text(estimate_view(found))
-
-
-def _estimate_to_dict(found: Estimate) -> dict[str, Any]:
-    from autoplan.emit.tables.estimate_table import estimate_to_dict
-
-    return estimate_to_dict(found)
-
-
-def _choice_text(found: Any) -> str:
-    from autoplan.emit.tables.estimate_table import choice_view
-    from autoplan.emit.tables.terminal import plain_text
-
-    return plain_text(choice_view(found))
-
-
 provided: dict[str, Callable[..., Any]] = {
-    "Plan.__str__": _plan_text,
+    "Plan.__str__": _text("emit.tables.terminal:plan_view"),
     "Plan.explain": _explain,
     "Plan.diff": _diff,
-    "Plan.to_dict": _to_dict,
+    "Plan.to_dict": _late("decide.written_plans.plan_file:plan_to_dict"),
     "Plan.to_torch": _to_torch,
     "Plan.to_hf": _to_hf,
     "Plan.export": _export,
     "Plan.part_for": _part_for,
-    "Plan.save": _save,
+    "Plan.save": _late("decide.written_plans.plan_file:save_plan"),
     "Plan.report": _plan_report,
-    "Plan._repr_html_": _in_notebook("plan_cell"),
-    "Report.report": _report_page,
-    "Report._repr_html_": _in_notebook("report_cell"),
-    "Estimate._repr_html_": _in_notebook("estimate_cell"),
+    "Plan._repr_html_": _late("emit.pages.others:plan_cell"),
+    "Report.report": _page("emit.pages.others:report_page"),
+    "Report._repr_html_": _late("emit.pages.others:report_cell"),
+    "Estimate._repr_html_": _late("emit.pages.others:estimate_cell"),
     "Choice.report": _choice_page,
-    "Choice._repr_html_": _in_notebook("choice_cell"),
-    "Report.__str__": _report_text,
-    "Estimate.__str__": _estimate_text,
-    "Estimate.to_dict": _estimate_to_dict,
-    "Choice.__str__": _choice_text,
+    "Choice._repr_html_": _late("emit.pages.others:choice_cell"),
+    "Report.__str__": _text("emit.tables.terminal:report_view"),
+    "Estimate.__str__": _text("emit.tables.estimate_table:estimate_view"),
+    "Estimate.to_dict": _late("emit.tables.estimate_table:estimate_to_dict"),
+    "Choice.__str__": _text("emit.tables.estimate_table:choice_view"),
 }
 provide(provided)
 hand_in(TRANSFORMERS)

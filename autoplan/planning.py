@@ -331,8 +331,7 @@ def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
     mixed = ((c, c.reason) for c in classes if not c.split and isinstance(c.reason, MixedWhole))
     whole = [c for c, why in mixed if why.size == c.size and not why.own_queries]
     for where, why in dict.fromkeys((starred(c.parameters[0][0].rpartition(".")[0]), str(c.reason)) for c in whole):
-        hint = "choose a cp_size that divides them"
-        yield Finding("sequence", "warn", where, why, hint)
+        yield Finding("sequence", "warn", where, why, "choose a cp_size that divides them")
 
 
 def sequence_findings(solution: Solution) -> tuple[Finding, ...]:

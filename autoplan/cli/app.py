@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli.audit import audit, compare
-from autoplan.cli.estimate import AskedGpu, Estimated, calibrate, choose, dryrun, estimate, sizes_of
+from autoplan.cli.estimate import AskedGpu, Estimated, calibrate, choose, dryrun, estimate, report, sizes_of
 from autoplan.cli.library import doctor, rules_app, scoreboard
-from autoplan.cli.report import report
 from autoplan.cli.shared import (
     FAILED,
     FINDINGS,
@@ -87,8 +86,7 @@ def plan(
     cp: CpSize = 1,
     sequence_parallel: Cut = False,
     uneven: Annotated[
-        str,
-        typer.Option(metavar="never|blocks", help="May ranks hold unequal numbers of quantised blocks?"),
+        str, typer.Option(metavar="never|blocks", help="May ranks hold unequal numbers of quantised blocks?")
     ] = "never",
     trial_seconds: Annotated[
         float, typer.Option("--trial-seconds", min=0.001, help="Time limit of the trial on simulated ranks.")
@@ -330,15 +328,7 @@ def _answer(arguments: Sequence[str] | None) -> int:
 
 
 def _make_plan(
-    model: str,
-    tp: int,
-    source: str,
-    prove: str,
-    trust_remote_code: bool,
-    *,
-    ep: int = 1,
-    cp: int = 1,
-    **how: Any,
+    model: str, tp: int, source: str, prove: str, trust_remote_code: bool, *, ep: int = 1, cp: int = 1, **how: Any
 ) -> Plan:
     import autoplan
 

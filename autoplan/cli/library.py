@@ -131,7 +131,7 @@ def scoreboard(
 ) -> None:
     """Plan and verify tiny clones of all architectures that transformers lists in a mapping."""
     from autoplan.check.scoreboard.run import scoreboard as run
-    from autoplan.emit.tables.scoreboard_table import scoreboard_view
+    from autoplan.emit.tables.audit_report import scoreboard_view
 
     options: dict[str, Any] = {"ep_size": ep} if ep > 1 else {}
     options |= {"cp_size": cp} if cp > 1 else {}
@@ -158,7 +158,7 @@ def scoreboard(
 @contextmanager
 def _bar() -> Iterator[Any]:
     """Yield a progress function for stderr: a bar on a terminal, otherwise (a log) a line per finished item."""
-    from autoplan.emit.tables.scoreboard_table import score_line
+    from autoplan.emit.tables.audit_report import score_line
 
     if not sys.stderr.isatty():
 

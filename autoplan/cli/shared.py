@@ -41,13 +41,9 @@ EpSize = Annotated[
 ]
 CpSize = Annotated[int, typer.Option("--cp", min=1, help="Shard the sequence over this many ranks.")]
 LongCut = Annotated[
-    int,
-    typer.Option("--cp", min=1, help="Shard the sequence over N ranks; alone it is --mesh dp_shard=1,cp=N."),
+    int, typer.Option("--cp", min=1, help="Shard the sequence over N ranks; alone it is --mesh dp_shard=1,cp=N.")
 ]
-Cut = Annotated[
-    bool,
-    typer.Option("--sequence-parallel", help="Shard the residual stream along the sequence."),
-]
+Cut = Annotated[bool, typer.Option("--sequence-parallel", help="Shard the residual stream along the sequence.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not stdout.")]

@@ -86,7 +86,6 @@ TABLES = (
     ("autoplan.patches.mixed_ops", "PATCHES"),
     ("autoplan.patches.classes", "PATCHES"),
     ("autoplan.patches.kernels", "PATCHES"),
-    ("autoplan.patches.devices", "PATCHES"),
     ("autoplan.patches.seeding", "PATCHES"),
     ("autoplan.patches.simulated_ranks", "PATCHES"),
     ("autoplan.doctor.private_torch", "TORCH"),

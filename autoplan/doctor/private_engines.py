@@ -101,11 +101,7 @@ def _collective() -> bool:
     return waiting and _parameters(threaded.Collective.join) == ["self", "rank", "data"]
 
 
-@ENGINES.hold(
-    _FAKE,
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    "torch._subclasses.fake_tensor.FakeTensor",
-)
+@ENGINES.hold(_FAKE, "torch._subclasses.fake_tensor.FakeTensorMode", "torch._subclasses.fake_tensor.FakeTensor")
 @ENGINES.hold("known integers are computed for real", "torch._subclasses.fake_tensor.unset_fake_temporarily")
 def _fake() -> bool:
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)

@@ -189,7 +189,7 @@ MODULES += [
         "torch.nn.Module._call_impl",
         "the path guard reads a module's call arguments there",
         lambda: torch.nn.Module._call_impl.__code__.co_filename == inspect.getfile(torch.nn.Module),
-    ),
+    )
 ]
 
 

@@ -53,8 +53,7 @@ def _concerns(path: str, fqn: str) -> bool:
     """Return whether `fqn` is at or under `path`. Either may be a pattern."""
     if is_under(path, fqn):
         return True
-    depth = path.count(".") + 1
-    return matches(".".join(fqn.split(".")[:depth]), path)
+    return matches(".".join(fqn.split(".")[: path.count(".") + 1]), path)
 
 
 def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str, list[str]]]:

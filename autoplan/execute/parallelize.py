@@ -44,7 +44,7 @@ def shard_model(
             apply_plan(model, tp_mesh, plan, **vars(options.tensor), averaged=averaged, more_groups=groups)
         record(model, plan, notes=dims.notes, voters=dims.voters)
         if options.checkpointing.blocks:
-            from autoplan.execute.checkpointing.choose import checkpoint_blocks
+            from autoplan.execute.checkpointing.blocks import checkpoint_blocks
 
             checkpoint_blocks(model, plan.layers, options.checkpointing.blocks, options.checkpointing.scope)
         if dims.data is not None:

@@ -85,8 +85,7 @@ def _whole(x: torch.Tensor, held: Held | None, dim: int) -> torch.Tensor:
     """Return the global tensor, its rows in the checkpoint's order."""
     if held is None or held.dim is None:
         return x
-    sizes = [len(rows) for rows in held.rows]
-    whole = all_gather_rows(x, held.group, dim, sizes)
+    whole = all_gather_rows(x, held.group, dim, [len(rows) for rows in held.rows])
     order = whole_order(held.rows)
     return whole.contiguous() if order is None else take_rows(whole, dim, order)
 

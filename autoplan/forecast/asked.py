@@ -90,8 +90,7 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
             f"the mesh has {purposes['tp']} 'tp' ranks and {purposes['ep']} 'ep' ranks",
             hint="experts are placed on the tp ranks (ep_size=), or on ranks of their own with tp=1",
         )
-    cut = dict(sizes).get("cp", 1)
-    check_context_size(cut, purposes.get("tp", 1), purposes.get("ep", 1))
+    check_context_size(dict(sizes).get("cp", 1), purposes.get("tp", 1), purposes.get("ep", 1))
     shard = next((name for name in names if name in ALIASES["dp_shard"]), None)
     if "cp" in names and shard is not None and names.index("cp") != names.index(shard) + 1:
         raise AutoplanError(

@@ -32,16 +32,16 @@ from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Loss, Setting, Steps, inputs_of
 from autoplan.forecast.sweep import Sweep
 from autoplan.forecast.trained import LORA_RANK, check_adapters, targets_of
-from autoplan.hf.script import script_text
+from autoplan.hf.driving import script_text
 from autoplan.hf.source import Model, Source, resolve
 from autoplan.values import Plan
-from autoplan.values.estimate import Estimate, Row, done_above, named_dims
+from autoplan.values.estimate import Estimate, Row, Shown, done_above, named_dims
 
 _UNITS = {"gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "tb": 10**12, "g": 10**9, "": 1}
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Shown):
     """The rows in order, those that fit first and the fastest before others. `enough`: the smallest number of GPUs
     that would do, where none fits. `elsewhere`: the fastest that fit, of those that other engines would run. `margin`:
     the share of a device's memory that is left free; `memory` is without it. `how`: what was asked of all rows;
@@ -169,16 +169,9 @@ class Choice:
                 hint="add yours (peft's get_peft_model, on meta), and choose for that model to get a plan",
             )
 
-    def __str__(self) -> str:
-        return str(done_above("Choice.__str__", self))
-
     def report(self, path: str | PathLike[str]) -> None:
         """Write a page to look at: every way with its memory, and the plan of the best one, proven."""
         done_above("Choice.report", self, path)
-
-    def _repr_html_(self) -> str:
-        """Return the choice as HTML, for a notebook."""
-        return str(done_above("Choice._repr_html_", self))
 
 
 def parse_memory(text: str | int) -> int:

@@ -318,8 +318,7 @@ class Sweep:
             rows = sorted(rows, key=_in_order)
             if not rows or not rows[0].fits or id(rows[0]) in exact:
                 return rows
-            question = self.asked[id(rows[0].estimate)]
-            rows[0] = self._row(replace(question, exact=True))
+            rows[0] = self._row(replace(self.asked[id(rows[0].estimate)], exact=True))
             exact.add(id(rows[0]))
 
     def enough(self, gpus: int, batch: int = 0) -> int | None:

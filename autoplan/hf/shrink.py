@@ -313,8 +313,7 @@ def first_of_each(kinds: list[tuple[str, ...]], start: int) -> list[int]:
 
 def _single_layers(config: PretrainedConfig, layers: list[int], work: _Shrinking) -> dict[str, Any]:
     """Return fields that differ for single layers, shrunk so that they still differ from the other layers'."""
-    spec = vars(config).get("_heterogeneity_spec")
-    single = getattr(spec, "per_layer_overrides", None) or {}
+    single = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", None) or {}
     result: dict[int, dict[str, Any]] = {}
     for place, layer in enumerate(layers):
         for name, value in single.get(layer, {}).items():

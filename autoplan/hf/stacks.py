@@ -26,29 +26,16 @@ from autoplan.values.module_tree import Feed, Mask, ModuleNode, ModuleTree, Para
 
 # Modality of the arguments of a public forward: an interface that all models of a kind share.
 ARGUMENTS: dict[str, Feed] = {
-    "input_ids": "text",
-    "decoder_input_ids": "text",
-    "pixel_values": "vision",
-    "pixel_values_videos": "vision",
-    "flattened_patches": "vision",
-    "image_patches": "vision",
-    "input_features": "audio",
-    "input_values": "audio",
-    "input_features_mask": "audio",
-    "audio_values": "audio",
-    "audio_codes": "audio",
-    "past_values": "other",
-    "state_sequence": "other",
+    **dict.fromkeys(("input_ids", "decoder_input_ids"), "text"),
+    **dict.fromkeys(("pixel_values", "pixel_values_videos", "flattened_patches", "image_patches"), "vision"),
+    **dict.fromkeys(("input_features", "input_values", "input_features_mask", "audio_values", "audio_codes"), "audio"),
+    **dict.fromkeys(("past_values", "state_sequence"), "other"),
 }
 MASK_BUILDERS: dict[str, Mask] = {
-    "create_causal_mask": "causal",
-    "create_sliding_window_causal_mask": "causal",
-    "create_chunked_causal_mask": "causal",
-    "create_recurrent_attention_mask": "causal",
-    "create_masks_for_generate": "causal",
-    "create_bidirectional_mask": "bidirectional",
-    "create_bidirectional_sliding_window_mask": "bidirectional",
-}
+    **dict.fromkeys(("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask",
+                     "create_recurrent_attention_mask", "create_masks_for_generate"), "causal"),
+    **dict.fromkeys(("create_bidirectional_mask", "create_bidirectional_sliding_window_mask"), "bidirectional"),
+}  # fmt: skip
 # Python names in the code of a module, no ops of a trace: the code is not run.
 TRIANGLES = frozenset({"tril", "triu", "tril_", "triu_"})
 WRITES_TEXT = "prepare_inputs_for_generation"  # the method by which transformers' generate() drives a model

@@ -21,12 +21,7 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 
-from autoplan.common.torch_internals import (
-    gradient_hooks,
-    own_buffers,
-    own_parameters,
-    put_gradient_hooks,
-)
+from autoplan.common.torch_internals import gradient_hooks, own_buffers, own_parameters, put_gradient_hooks
 from autoplan.patches.classes import give_class
 from autoplan.patches.patched import Hold, note_holds
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.patches.devices import on_one_device
 from autoplan.patches.patched import Alone, Patch, Place, patched
+from autoplan.patches.seeding import on_one_device
 
 _HOME = "transformers.integrations.hub_kernels"
 _ASKED = "is_torchdynamo_exporting"  # transformers checks this before it takes a kernel

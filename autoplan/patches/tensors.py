@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -242,8 +241,6 @@ TOTAL_NORM = while_split(
 
 def told_of_stored(tell: Callable[[torch.Tensor], None]) -> Hold:
     """Call `tell`, which may raise, with each tensor that safetensors is about to write, until the hold is released."""
-    if find_spec("safetensors") is None:
-        return Hold()
 
     def telling(plain: Any) -> Any:
         def storage_ptr(tensor: torch.Tensor) -> int:
@@ -257,8 +254,6 @@ def told_of_stored(tell: Callable[[torch.Tensor], None]) -> Hold:
 
 def _safetensors_storage_canary() -> bool:
     """Return whether both ways to write tensors read their memory before anything else."""
-    if find_spec("safetensors") is None:
-        return True
     theirs, seen = import_module("safetensors.torch"), []
 
     def tell(tensor: torch.Tensor) -> None:
@@ -326,5 +321,5 @@ GRADIENT_INPUTS = Patch(
     undone="torch's own are restored when the last such model is collected",
     canary=_gradient_inputs_canary,
     without="gradients asked for by parameters of FSDP2 units are missing",
-    where="autoplan/execute/data_parallel/lost.py",
+    where="autoplan/execute/data_parallel/gradients.py",
 )

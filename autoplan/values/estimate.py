@@ -25,6 +25,18 @@ def done_above(name: str, *args: Any, **kwargs: Any) -> Any:
     return _done_by[name](*args, **kwargs)
 
 
+class Shown:
+    """A value that is shown as text on a terminal, and as HTML in a notebook."""
+
+    def __str__(self) -> str:
+        """Return it as text, for a terminal."""
+        return str(done_above(f"{type(self).__name__}.__str__", self))
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML, for a notebook."""
+        return str(done_above(f"{type(self).__name__}._repr_html_", self))
+
+
 JOINED = " × "  # between the names of the dims of one message
 
 
@@ -150,7 +162,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Shown):
     """One step of one rank. `peak`: bytes; it is reached in `phase` ("forward", "backward", "optimizer") at `where`.
 
     `flops`: of one step of this rank. `bars`: the relative error that each figure may have, with what it was compared
@@ -207,14 +219,6 @@ class Estimate:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.time.total if self.time is not None and self.time.total else 0.0
-
-    def __str__(self) -> str:
-        """Return a table for a terminal."""
-        return str(done_above("Estimate.__str__", self))
-
-    def _repr_html_(self) -> str:
-        """Return the estimate as HTML, for a notebook."""
-        return str(done_above("Estimate._repr_html_", self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: what `--json` prints."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Literal, get_args
 
-from autoplan.values.estimate import done_above
+from autoplan.values.estimate import Shown, done_above
 from autoplan.values.plain import finite, plain
 
 # The order in which a model uses its modules, for drawings. Nothing is decided by it.
@@ -128,7 +128,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """The outcome of `verify` or `audit`. `drawn`: what `report` draws, if plans were compared with a model.
 
     `fixed`: an audited plan in its own dialect, corrected, if a correction passed.
@@ -151,10 +151,6 @@ class Report:
         number = len(left_out) + len(self.details.get("checked") or ())
         return f"{outcome}; {len(left_out)} of {number} checks not run: {', '.join(left_out)}" if left_out else outcome
 
-    def __str__(self) -> str:
-        """Return the verdict, what was compared, and the findings, for a terminal."""
-        return str(done_above("Report.__str__", self))
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
         report: dict[str, Any] = finite(plain(replace(self, drawn=None, fixed=None)))
@@ -164,10 +160,6 @@ class Report:
     def report(self, path: str | PathLike[str]) -> None:
         """Write a page to look at: one HTML file, with the findings at the boxes that they are about."""
         done_above("Report.report", self, path)
-
-    def _repr_html_(self) -> str:
-        """Return the report as HTML, for a notebook."""
-        return str(done_above("Report._repr_html_", self))
 
 
 Verdict = Literal["exact", "wrong", "failed", "refused", "not comparable", "cannot run"]

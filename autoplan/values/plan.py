@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal
 
-from autoplan.values.estimate import Cost, Estimate, done_above
+from autoplan.values.estimate import Cost, Estimate, Shown, done_above
 from autoplan.values.findings import Fed, Finding, FlowPart, Traffic
 from autoplan.values.instructions.modules import Runtime
 from autoplan.values.plain import plain
@@ -224,7 +224,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """The plan for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`.
 
     `ep_size`: the number of ranks over which experts are distributed; 1: they are sharded. It is the tp size, or with
@@ -278,10 +278,6 @@ class Plan:
         """Return "blocks" if some ranks hold a block of a quantised weight more than others, else "never"."""
         return "blocks" if any("!~" in rule.layout for rule in self.runtime.parameters if rule.layout) else "never"
 
-    def __str__(self) -> str:
-        """Return a table for a terminal."""
-        return str(done_above("Plan.__str__", self))
-
     def explain(self, path: str) -> str:
         """Return why a module, a parameter, or a pattern of either is split or whole, and what runs around it."""
         return str(done_above("Plan.explain", self, path))
@@ -329,10 +325,6 @@ class Plan:
         """Write a page to look at: one HTML file. `estimate` fills its memory section, held against `memory` of a GPU
         (80GB, or a number of bytes). `what_if`: by size of tp, a WhatIf to which the page can be switched."""
         done_above("Plan.report", self, path, estimate=estimate, memory=memory, what_if=what_if)
-
-    def _repr_html_(self) -> str:
-        """Return the plan as HTML, for a notebook."""
-        return str(done_above("Plan._repr_html_", self))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
-from autoplan.execute.checkpointing.choose import checkpoint_blocks
+from autoplan.execute.checkpointing.blocks import checkpoint_blocks
 from autoplan.execute.tensor_parallel import record
 from autoplan.values import Plan
 

@@ -16,7 +16,7 @@ from autoplan.check.verify.on_ranks import recomputed
 from autoplan.check.verify.sharded import CHECK_NAMES
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
-from autoplan.emit.tables.scoreboard_table import scoreboard_view
+from autoplan.emit.tables.audit_report import scoreboard_view
 from autoplan.emit.tables.terminal import plain_text
 from autoplan.values import (
     AllReduce,

@@ -125,7 +125,7 @@ def test_no_other_file_parses_what_others_wrote() -> None:
     }
     weights = {
         "execute/weights/files.py",
-        "execute/quantised/files.py",
+        "execute/quantised/modules.py",
         "hf/quantised/weights.py",
     }  # of what tensors hold
     ranks = {"execute/agreement.py"}  # what another rank of ours has written

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoplan
 from autoplan.hf.source import resolve
-from autoplan.patches.devices import names_an_accelerator, on_one_device
+from autoplan.patches.seeding import names_an_accelerator, on_one_device
 
 GPU = torch.device("cuda", 0)
 

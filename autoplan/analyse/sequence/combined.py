@@ -37,8 +37,6 @@ from autoplan.values import (
     WithholdPartial,
 )
 
-__all__ = ["combined"]
-
 
 def combined(tp: Runtime, context: Runtime, tp_size: int, cp_size: int) -> Runtime:
     """One runtime of the solution over ranks of tp (or of ep), and that of context parallelism over all."""

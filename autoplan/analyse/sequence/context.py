@@ -18,8 +18,6 @@ from autoplan.analyse.sequence.stream_state import Refused, SequencePlacement
 from autoplan.values import AllReduce, AllReduceGradient
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
-__all__ = ["leave_partial"]
-
 
 def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) -> None:
     """Note in `cut` what lies outside and what follows. Raises Refused where a value is read both ways."""

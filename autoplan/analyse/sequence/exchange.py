@@ -26,8 +26,6 @@ from autoplan.ops.records.record import writes_in_place
 from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, SequenceName, WithholdPartial
 from autoplan.values.trace import symbolics
 
-__all__ = ["exchange"]
-
 
 def exchange(
     streams: list[Stream], flow: CallFlow, placement: Placement, cut: SequencePlacement, rewritten: Collection[str]

@@ -14,22 +14,23 @@ the boundaries cannot be found the plan stays without sequence parallelism and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
+from math import prod
 from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
-from autoplan.analyse.sequence.halo import mixed, take_halos
-from autoplan.analyse.sequence.pairs import pairs_of_positions
-from autoplan.analyse.sequence.queries import attended
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
-from autoplan.analyse.sequence.stream_state import Refused
+from autoplan.analyse.sequence.stream_state import HaloAt, Refused
+from autoplan.analyse.sequence.windows import attended
 from autoplan.analyse.shards import Shards
-from autoplan.axes.terms import Term
+from autoplan.axes.terms import Term, find, leaves
+from autoplan.common.patterns import starred
+from autoplan.ops import call_record
 from autoplan.values import (
     AllGatherPicked,
     AllGatherSequence,
@@ -37,9 +38,11 @@ from autoplan.values import (
     AllReduce,
     AllReduceGradient,
     Boundary,
+    Call,
     CallRewrite,
     ExchangeToPieces,
     ExchangeToPositions,
+    Finding,
     Halo,
     LogitsOfPositions,
     NoteShard,
@@ -49,6 +52,7 @@ from autoplan.values import (
     ScatterSequence,
     WholeLength,
     WithholdPartial,
+    refs,
 )
 from autoplan.values.not_placed import WholeSequence
 
@@ -173,3 +177,118 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
     for crossing in sorted(cut.scaled, key=str):
         add(ScaleGradient, (crossing, "output"))
     return *(done for done in boundaries if done not in dropped), *cut.calls
+
+
+# Values with a number for each pair of positions (masks, scores of attention in eager ops), which a rank holds whole.
+#
+# The axes say so: two dims of such a value are the whole sequence. Inside a fused attention nothing of it is in
+# memory.
+
+
+def pairs_of_positions(streams: Sequence[Stream]) -> tuple[Finding, ...]:
+    """Return a note on the largest value of each kind of module, in the first call that makes it."""
+    largest: dict[str, tuple[int, int, Call]] = {}
+    trace, shards = streams[0].trace, streams[0].shards
+    starts = [
+        (stream, term)
+        for stream in streams
+        for t in (*stream.starts.values(), *stream.made_at.values())
+        for term in shards.axes.of(t)[:-1]
+    ]
+    batch = {find(leaf) for stream, term in starts if not stream.positions.has(term) for leaf in leaves(term)}
+    for call in trace.calls:
+        if call_record(call.name).causal is None:
+            made = {tensor for op in trace.ops[slice(*call.ops)] for tensor in refs(op.outputs)}
+            size, positions = max((_size(tensor, streams, batch) for tensor in made), default=(0, 0))
+            if size > largest.get(starred(call.module), (0, 0, call))[0]:
+                largest[starred(call.module)] = size, positions, call
+    return tuple(Finding("sequence", "note", name, _said(*found), kind="pairs") for name, found in largest.items())
+
+
+def _said(size: int, positions: int, call: Call) -> str:
+    function, *line = call.place.rpartition(">")[2].split(":")
+    where = f" in line {line[0]} of {function}" if line else ""
+    return (
+        f"{call.name}{where} makes a value of sequence × sequence: a rank holds {size} byte{'s' * (size > 1)} for each "
+        f"pair of the {positions} positions that were recorded"
+    )
+
+
+def _size(tensor: int, streams: Sequence[Stream], batch: set[Term]) -> tuple[int, int]:
+    """Return how many bytes a rank holds for each pair of positions of one sequence, and how many positions there are;
+    zeros if it is another value."""
+    shards = streams[0].shards
+    terms = shards.axes.of(tensor)
+    others = [term for term in terms if not any(stream.positions.is_whole(term) for stream in streams)]
+    if len(terms) != len(others) + 2:
+        return 0, 0
+    inside = {find(leaf) for term in others for leaf in leaves(term)}
+    size = shards.trace.tensors[tensor].item_size * prod(shards.local_size(term, 0) for term in others)
+    positions = max(find(term).size for term in terms if not any(term is other for other in others))
+    return size // prod(leaf.size for leaf in inside & batch), positions
+
+
+# Context parallelism: what is gathered for a module that reads a few positions around its own, and cut again behind
+# it, becomes a halo: a few positions of the ranks before and after (`windows.py` finds such modules).
+
+
+def mixed(stream: Stream, blocks: Collection[str], without: Collection[int] = ()) -> set[Term]:
+    """The split leaves of values whose positions some call in these blocks, of whatever stack, mixes, unless a module
+    around it needs a halo only."""
+    split: set[Term] = set()
+    flow, windows = stream.flow, stream.windows
+    spans = {v.calls for v in stream.trace.visits if v.module in blocks and v.calls[0] >= stream.first_call}
+    for index in sorted({index for span in spans for index in range(*span)}):
+        values = [t for t in (*flow.inputs[index], *flow.outputs[index]) if stream.positions.dims_of(t)]
+        inputs = [t for t in flow.inputs[index] if t in values]
+        mixes = inputs and not flow.is_identity(index) and stream.mixes(index, inputs) is not None
+        if mixes and index not in stream.own_queries and index not in without and windows.around(index, blocks) is None:
+            split |= {leaf for tensor in values for leaf in stream.shards.split_leaves(tensor)}
+    return split
+
+
+def take_halos(streams: Iterable[Stream], flow: CallFlow, cut: SequencePlacement) -> None:
+    """Replace in `cut` what is gathered where a module takes it in, and cut again where it returns it."""
+    points: dict[tuple[str, tuple[object, ...]], list[Crossing]] = {}
+    for crossing, side in cut.gathers:
+        if side == "input" and crossing.module:
+            points.setdefault((crossing.module, crossing.path), []).append(crossing)
+    for stream in streams:
+        for (module, path), crossings in points.items():
+            visits = {crossing.visit for crossing in crossings}
+            reach = {stream.windows.reach(visit) for visit in visits}
+            ends = [end for crossing in crossings for end in _cut_again(crossing, stream, cut)]
+            everywhere = {(end.module, "output", end.path) for end in ends} | {(module, "input", path)}
+            runs = [set(flow.runs_through(*point)) for point in everywhere]
+            if len(reach) == 1 and len(ends) == len(crossings) and all(len(run) == len(visits) for run in runs):
+                _replace(crossings, ends, reach.pop() or (0, 0), stream, cut)
+
+
+def _cut_again(crossing: Crossing, stream: Stream, cut: SequencePlacement) -> list[Crossing]:
+    """Where what a run of a module returns is cut."""
+    returned = {tensor for _, tensor in stream.trace.visits[crossing.visit].outputs}
+    return [
+        end
+        for end, side in cut.own
+        if side == "output"
+        and crossing.first <= end.first
+        and end.last <= crossing.last
+        and stream.flow.tensor_at(end, "output") in returned
+    ]
+
+
+def _replace(
+    crossings: list[Crossing], ends: list[Crossing], reach: tuple[int, int], stream: Stream, cut: SequencePlacement
+) -> None:
+    if not any(reach):
+        return
+    for end in ends:
+        del cut.scatters[end, "output"]
+        cut.own.discard((end, "output"))
+    for crossing in crossings:
+        ((path, output),) = stream.trace.visits[crossing.visit].outputs
+        dim = cut.gathers.pop((crossing, "input"))
+        cut.partial_gathers.discard((crossing, "input"))
+        cut.halos[crossing] = HaloAt(dim, reach, path, stream.positions.plain_dim(output) or 0)
+    gone = {crossing.module for crossing in crossings}
+    cut.whole = [why for why in cut.whole if why.at not in gone]

@@ -11,14 +11,13 @@ from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.sequence.positions import Positions, coupling_ops
-from autoplan.analyse.sequence.queries import own_queries
 from autoplan.analyse.sequence.stream_state import (
     CutStream,
     Refused,
     Restart,
     SequencePlacement,
 )
-from autoplan.analyse.sequence.windows import Windows
+from autoplan.analyse.sequence.windows import Windows, own_queries
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.ops import call_record
 from autoplan.values import SequenceName
@@ -284,7 +283,7 @@ class Stream(CutStream):
         raise Refused(replace(reason, inside=True))
 
     def _gather_for_window(self, index: int, reason: WholeSequence) -> None:
-        """Give the whole sequence to a module of which a halo is made (halo.py)."""
+        """Give the whole sequence to a module of which a halo is made (parallel.py)."""
         number = self.windows.around(index, self.names) if self.context else None
         if number is not None:
             path, tensor = (visit := self.trace.visits[number]).inputs[0]

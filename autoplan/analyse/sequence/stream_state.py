@@ -62,7 +62,7 @@ class SequencePlacement:
     # positions and of pieces, and their layout), what no longer happens, and what is read whole
     shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
     exchanges: dict[tuple[Crossing, str], tuple[int, int, str]] = field(default_factory=dict)
-    halos: dict[Crossing, HaloAt] = field(default_factory=dict)  # what modules take in (halo.py)
+    halos: dict[Crossing, HaloAt] = field(default_factory=dict)  # what modules take in (parallel.py)
     undone: set[Boundary] = field(default_factory=set)
     whole_parameters: set[int] = field(default_factory=set)
     whole_modules: set[str] = field(default_factory=set)
@@ -71,12 +71,12 @@ class SequencePlacement:
     shared: dict[int, set[int]] = field(
         default_factory=dict
     )  # values without positions -> calls on shards that read it
-    attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (queries.py)
+    attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (windows.py)
     calls: tuple[CallRewrite, ...] = ()  # what they become
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
     flattened: set[Crossing] = field(default_factory=set)
     whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
-    pairs: tuple[Finding, ...] = ()  # values with two dims of the whole sequence (pairs.py)
+    pairs: tuple[Finding, ...] = ()  # values with two dims of the whole sequence (parallel.py)
     refused: tuple[WholeSequence, ...] = ()  # why there is no sequence parallelism
 
     def name_crossings(self, name: str) -> None:
@@ -123,7 +123,7 @@ class CutStream:
         self.evened: set[HookPoint] = set()  # where that is done in all runs, if they have shards there
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
         self.shares = shares  # may calls on shards read values without positions that others read, too?
-        self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (queries.py)
+        self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
         self.reduces = {*placement.done_to(AllReduce), *placement.done_to(WithholdPartial)}

@@ -32,7 +32,7 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness, working_dtype
 from autoplan.common.torch_internals import FakeTensorMode
-from autoplan.patches.devices import on_one_device
+from autoplan.patches.seeding import on_one_device
 
 MOST_TRIES, _MOST_SECONDS = 400, 20.0
 _MOST_TOLD, _MOST_USUAL = 24, 16  # proposals from a failure, and from what is usual

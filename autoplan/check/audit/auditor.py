@@ -63,8 +63,7 @@ def audit(
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise AutoplanError(f"dtype={dtype!r}", hint=f"choose one of {', '.join(DTYPES)}")
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    settings = Settings(tokens, layers, gradient_norm, dtype)
-    return audit_source(source, plan, tp_size, settings)
+    return audit_source(source, plan, tp_size, Settings(tokens, layers, gradient_norm, dtype))
 
 
 def audit_source(

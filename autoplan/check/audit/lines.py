@@ -52,8 +52,7 @@ class ForeignPlan:
 
     def line_for(self, parameter: str) -> Line | None:
         """The line that decides about a parameter, by the rules of the plan's own library."""
-        module = parameter.rpartition(".")[0]
-        return self.line_at(parameter) or self.line_at(module)
+        return self.line_at(parameter) or self.line_at(parameter.rpartition(".")[0])
 
     def line_at(self, name: str) -> Line | None:
         """The line that counts where several mean this very module or parameter."""

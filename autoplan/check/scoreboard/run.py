@@ -177,8 +177,7 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
 
 
 def _result(job: _Running, model_type: str, class_name: str, timeout: float) -> Score:
-    took = round(time.monotonic() - job.since, 2)
-    failed = Score(model_type, class_name, "failed", seconds=took)
+    failed = Score(model_type, class_name, "failed", seconds=round(time.monotonic() - job.since, 2))
     try:
         if job.pipe.poll():
             result: Score = job.pipe.recv()

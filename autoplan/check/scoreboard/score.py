@@ -279,5 +279,4 @@ def regions_per_block(plan: Plan) -> float | None:
 
 def _is_inside(pattern: str, block: str) -> bool:
     """Return whether the pattern names the block or a module in it."""
-    depth = block.count(".") + 1
-    return matches(".".join(pattern.split(".")[:depth]), block)
+    return matches(".".join(pattern.split(".")[: block.count(".") + 1]), block)

@@ -231,18 +231,11 @@ def _filled(value: float) -> _Fix:
 _FIXED: dict[str, _Fix] = {
     "bernoulli": _bernoulli,
     "uniform": _uniform,
-    "rand": _filled(_STAND_IN),
-    "rand_like": _filled(_STAND_IN),
-    "randn": _filled(_STAND_IN),
-    "randn_like": _filled(_STAND_IN),
     "normal": _normal,
-    "randint": _integers,
-    "randint_like": _integers,
-    "random": _integers,
-    "exponential": _filled(_STAND_IN),
-    "cauchy": _filled(_STAND_IN),
-    "log_normal": _filled(_STAND_IN),
     "geometric": _filled(2),
+    **dict.fromkeys(("randint", "randint_like", "random"), _integers),
+    **dict.fromkeys(("rand", "rand_like", "randn", "randn_like", "exponential", "cauchy", "log_normal"),
+                    _filled(_STAND_IN)),
     "native_dropout": _dropped,
     "rrelu_with_noise": _leaky,
     "randperm": lambda x, arguments: x.copy_(torch.arange(len(x), device=x.device)),
@@ -250,4 +243,4 @@ _FIXED: dict[str, _Fix] = {
     "poisson": lambda x, arguments: x.copy_(arguments["self"].round()),
     "binomial": lambda x, arguments: x.copy_((arguments["count"] * arguments["prob"]).round()),
     "standard_gamma": lambda x, arguments: x.copy_(arguments["self"]),
-}
+}  # fmt: skip

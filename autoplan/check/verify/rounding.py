@@ -69,10 +69,7 @@ def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str
             "why": f"exact in float64, but in bfloat16 the error of {worst} is {ratios[worst]:.1f} times the unsharded "
             f"model's ({numbers}); a choice such as a router's top-k may have flipped",
         }
-    return {
-        "verdict": "rounding",
-        "why": f"exact in float64; largest bfloat16 error ratio: {worst} ({numbers})",
-    }
+    return {"verdict": "rounding", "why": f"exact in float64; largest bfloat16 error ratio: {worst} ({numbers})"}
 
 
 # The three runs

@@ -33,8 +33,7 @@ from autoplan.common.torch_internals import local_part, place_local
 from autoplan.execute import random_streams
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.vocabulary.own_positions import whole_logits
-from autoplan.patches.devices import names_an_accelerator, on_one_device
-from autoplan.patches.seeding import Lifted
+from autoplan.patches.seeding import Lifted, names_an_accelerator, on_one_device
 
 SAME = "computes the same in training and eval mode"  # why there is nothing to check
 

@@ -268,8 +268,7 @@ class _YamlReader:
             _refuse(event, f"{event.value[:40]!r} is read as a {tag_name}, which is not plain data: quote it")
         if len(event.value) > MOST_DIGITS:
             _refuse(event, f"a number of {len(event.value):,} digits: at most {MOST_DIGITS} are read")
-        node = yaml.ScalarNode(tag, event.value)
-        return getattr(_CONSTRUCTOR, f"construct_yaml_{kind}")(node)
+        return getattr(_CONSTRUCTOR, f"construct_yaml_{kind}")(yaml.ScalarNode(tag, event.value))
 
 
 _RESOLVER = yaml.resolver.Resolver()

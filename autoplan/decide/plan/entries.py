@@ -20,12 +20,8 @@ from autoplan.values.reasons import CutOfRecurrent
 # The style of a parameter follows from the facts, so that a rule can never make a split that was not proven.
 
 _BY_FIELD = {
-    ("linear", "out"): "colwise",
-    ("linear", "in"): "rowwise",
-    ("stacked", "out"): "colwise",
-    ("stacked", "in"): "rowwise",
-    ("conv", "out"): "colwise",
-    ("conv", "in"): "rowwise",
+    **dict.fromkeys((("linear", "out"), ("stacked", "out"), ("conv", "out")), "colwise"),
+    **dict.fromkeys((("linear", "in"), ("stacked", "in"), ("conv", "in")), "rowwise"),
     ("embedding", "rows"): "embedding_rowwise",
     ("embedding", "width"): "embedding_colwise",
 }

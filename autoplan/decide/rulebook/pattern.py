@@ -30,12 +30,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "embedding": ("rows", "width"),
     "conv": ("in", "out"),
     "depthwise": ("out",),
-    "norm": ("over",),
-    "scale": ("over",),
-    "shift": ("over",),
-    "parameter": ("over",),
-    "attend": ("over",),
-    "scan": ("over",),
+    **dict.fromkeys(("norm", "scale", "shift", "parameter", "attend", "scan"), ("over",)),
 }
 PLAIN_KINDS = {
     *("input", "output", "mul", "add", "cat", "split", "mix", "sum", "softmax", "topk", "pick"),

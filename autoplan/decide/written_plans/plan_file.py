@@ -119,8 +119,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Write `plan` to `path`, as YAML or JSON by its suffix."""
     check_argument("the plan file", path, (str, PathLike), "pass its path")
     target = Path(path)
-    write = _writer_for(target)
-    write_whole(target, write(plan_to_dict(plan)), PlanFileError)
+    write_whole(target, _writer_for(target)(plan_to_dict(plan)), PlanFileError)
 
 
 def load_plan(path: str | PathLike[str]) -> Plan:
@@ -128,8 +127,7 @@ def load_plan(path: str | PathLike[str]) -> Plan:
     check_argument("the plan file", path, (str, PathLike), "pass its path")
     source = Path(path)
     _writer_for(source)  # raises if no plan file can have this name
-    data = read_plain(source, _REFUSAL)
-    return plan_from_dict(data, f"plan file {source}")
+    return plan_from_dict(read_plain(source, _REFUSAL), f"plan file {source}")
 
 
 # The two notations

@@ -177,8 +177,7 @@ class _Reader:
         if not any(name.startswith(f"{path}.") for name in parameters):
             return choices  # not wrapped, or in a wrapper that keeps the names
         moved = tuple(replace(choice, pattern=_below(path, choice.pattern, modules)) for choice in choices.choices)
-        notes = (*choices.notes, f"inside {path!r}")
-        return replace(choices, choices=moved, notes=notes)
+        return replace(choices, choices=moved, notes=(*choices.notes, f"inside {path!r}"))
 
 
 def _paths(model: NamedModules) -> tuple[list[str], list[str]]:

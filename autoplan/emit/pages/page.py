@@ -353,13 +353,7 @@ def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, Wha
         rows.append((label, bytes_text(size), share, messages_of_a_block(plan), *peak))
     others = [str(n) for n in plans[own].legal_tp if n not in plans]
     more = el("p", f"Also valid: {', '.join(others)}.", class_="soft") if others else None
-    heads = (
-        "size",
-        "weights per rank",
-        "replicated",
-        "messages of a block",
-        *(["peak of a step"] if peaks else []),
-    )
+    heads = ("size", "weights per rank", "replicated", "messages of a block", *(["peak of a step"] if peaks else []))
     return section("What if", "sizes", table(heads, rows, "Valid tp sizes"), more)
 
 

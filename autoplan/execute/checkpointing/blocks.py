@@ -16,7 +16,7 @@ import functools
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import Checkpointing, Request
 from autoplan.common.torch_internals import own_parameters
 from autoplan.execute.checkpointing.policies import (
     CacheCopies,
@@ -39,6 +40,8 @@ from autoplan.execute.checkpointing.policies import (
 )
 from autoplan.execute.executors import Running
 from autoplan.execute.parameters.held import record_of
+from autoplan.execute.tensor_parallel import applied, record
+from autoplan.values import Stack
 
 _STATE = "_autoplan_checkpoint"
 _HOOKS = (
@@ -277,3 +280,118 @@ def _run(module: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict[s
 def _post(module: nn.Module, hooks: Any, key: int, hook: Any, args: Any, kwargs: Any, result: Any) -> Any:
     with_kwargs = key in hooks["_forward_hooks_with_kwargs"]
     return hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
+
+
+# The modules that activation checkpointing takes, and an estimate of what that saves.
+#
+# The problem: a request for checkpointing that has no effect is noticed when a full-size run is out of memory. So
+# whatever is skipped is noted, nothing wrapped is an error, and an estimate of the saving is in the record.
+
+
+def checkpoint_blocks(
+    model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
+) -> Callable[[], None]:
+    """Checkpoint the requested blocks, after tensor parallelism and before FSDP2; return a function that undoes it."""
+    before = applied(model)
+    assert before is not None, "what was done is recorded first"
+    wanted, notes = _choose(model, stacks, request, scope)
+    switch, ending = conventions().own_checkpointing
+    for name, module in model.named_modules():  # the library's own, inside ours, would recompute everything twice
+        if getattr(module, switch, False) is True:
+            raise AutoplanError(
+                f"{name or 'the model'} already has {switch} on", hint=f"call model.{ending}() before parallelize"
+            )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
+    remove = install_checkpoints(model, wanted, before.running)
+    record(model, before.plan, checkpointed=tuple(wanted), saved_bytes=saved, notes=(*before.notes, *notes))
+    return remove
+
+
+def _choose(
+    model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the modules to checkpoint, {name: mode}, and notes of what is left out. Frozen blocks are skipped unless a
+    callable asks for them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = Checkpointing(request, scope).kinds()
+    wanted: dict[str, str] = {}
+    notes: list[str] = []
+    chosen_ids: set[int] = set()
+    for stack in stacks:
+        if stack.kind not in kinds:
+            notes.append(f"{stack.name}: {len(stack.fqns)} blocks are not checkpointed: {stack.kind} is out of scope")
+            continue
+        frozen = 0
+        for fqn in stack.fqns:
+            mode = _mode_for(fqn, modules[fqn], request)
+            if mode is None and not callable(request):
+                frozen += 1
+            elif mode:
+                chosen = {fqn: mode}
+                if mode == "submodule":
+                    chosen = {}
+                    for name, part in _parts(modules[fqn]):
+                        parameters = list(part.parameters())
+                        # A lone matmul or table saves no more than its input.
+                        saves = any(True for _ in part.children()) or all(p.dim() < 2 for p in parameters)
+                        if parameters and saves:
+                            chosen[f"{fqn}.{name}"] = "block"
+                    if not chosen:
+                        notes.append(f"{fqn} has no submodules that save activations: it is checkpointed as a whole")
+                        chosen = {fqn: "block"}
+                wanted.update({n: m for n, m in chosen.items() if id(modules[n]) not in chosen_ids})
+                chosen_ids.update(id(modules[n]) for n in chosen)
+        if frozen:
+            notes.append(f"{stack.name}: {frozen} of {len(stack.fqns)} blocks are frozen and not checkpointed")
+    if not wanted:
+        shown = "a function" if callable(request) else repr(request)
+        raise AutoplanError(
+            f"activation_checkpointing={shown} was requested, but no block of {type(model).__name__} was wrapped",
+            hint="; ".join(notes) or "autoplan.layers(model) finds no repeated blocks: checkpoint the model by hand",
+        )
+    return wanted, notes
+
+
+def _mode_for(fqn: str, block: nn.Module, request: Request) -> str | None:
+    """Return the mode for one block; "" for none; None if it is frozen."""
+    if callable(request):
+        answer = request(fqn, block)
+        if answer is False or answer is None:
+            return ""
+        Checkpointing(answer)
+        return "block" if answer is True else str(answer)
+    if not any(parameter.requires_grad for parameter in block.parameters()):
+        return None
+    return "block" if request is True else str(request)
+
+
+def _parts(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """Yield the child modules, with module lists opened."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from ((f"{name}.{inner}", part) for inner, part in _parts(child))
+        else:
+            yield name, child
+
+
+def saved_bytes_per_token(module: nn.Module, mode: str = "block") -> int:
+    """Return the bytes per token that checkpointing saves: the layers' inputs and outputs, less the module's own input.
+
+    An estimate from widths: normalisations and activation functions between layers keep about as much as layers return;
+    every layer is assumed to see every token, so a mixture of experts is overestimated.
+    """
+    widths: list[tuple[int, int, int]] = []  # read, written, bytes of an element
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            weight = parameter.detach()
+            weight = weight.to_local() if isinstance(weight, DTensor) else weight
+            reads, writes = (weight.shape[1], weight.shape[0]) if weight.dim() == 2 else weight.shape[:-3:-1]
+            widths.append((int(reads), int(writes), weight.element_size()))
+    if not widths:
+        return 0
+    total = sum((reads + writes) * size for reads, writes, size in widths)
+    checkpointed = widths[0][0] * widths[0][2]
+    if mode == "selective":
+        checkpointed += sum(writes * size for _, writes, size in widths[::2])
+    return max(0, total - checkpointed)

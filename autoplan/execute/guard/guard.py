@@ -32,14 +32,7 @@ from torch import nn
 
 from autoplan.common.code.code_place import PYTHON
 from autoplan.common.code.forms import Forms, forms_in
-from autoplan.common.code.ways import (
-    Key,
-    Paused,
-    follow,
-    has_own_code,
-    set_running,
-    ways_of,
-)
+from autoplan.common.code.ways import Key, Paused, follow, has_own_code, set_running, ways_of
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.torch_internals import DisableTorchFunction, compiled_somewhere, detect_fake_mode
@@ -256,8 +249,7 @@ class PathGuard:
             return
         if watch.sizes:
             self._say(
-                f"{'; '.join(watch.sizes)} takes the branch of the local shard, not of the full value",
-                _SIZES_HINT,
+                f"{'; '.join(watch.sizes)} takes the branch of the local shard, not of the full value", _SIZES_HINT
             )
             return
         strays = watch.strays

@@ -111,8 +111,7 @@ class ToPositions(Recorded):
         padded = pad(pieces, piece * group.size, values)
         of_a_row = piece * rest.numel()
         sizes = [of_a_row * len(of_rank) for of_rank in rows], [of_a_row * pieces.size(1)] * group.size
-        received = exchanged(padded.reshape(-1), *sizes, group)
-        whole = _together(received, rows, width, (piece, rest))
+        whole = _together(exchanged(padded.reshape(-1), *sizes, group), rows, width, (piece, rest))
         return whole.movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
 
     @staticmethod

@@ -172,7 +172,7 @@ class Reading:
     `guard`: is notified of each outermost call of a module (a `PathGuard`). `new_forward`: whether a library replaced
     the forward of the called module. `summed`: records of modules that read parameters whose gradients are summed
     together at the end.
-    `gathered`: what FSDP2 left gathered after a forward, with the parameters that it shards (data_parallel/lost.py)."""
+    `gathered`: what FSDP2 left gathered after a forward, with the parameters that it shards (gradients.py)."""
 
     inside: bool = False
     guard: Any = None

@@ -177,8 +177,7 @@ class _Builder:
             return Held(shape, group, gradient=rule.gradient, divide=rule.divide)
         if not -len(shape) <= rule.dim < len(shape):
             raise PlanMismatchError(f"{fqn} has {len(shape)} dims, but the plan shards dim {rule.dim}")
-        dim = rule.dim % len(shape)
-        held = Held(shape, group, dim, rule.layout, rule.gradient, rule.divide)
+        held = Held(shape, group, rule.dim % len(shape), rule.layout, rule.gradient, rule.divide)
         # The layout must fit the tensor, cover it, and be as even as an ordinary `Shard`.
         layout = Layout.parse(rule.layout)
         assert held.dim is not None
@@ -266,8 +265,7 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
         )
     if not real:
         return
-    mine = torch.cat(samples)[None]
-    all_ranks = all_gather_rows(mine, group, 0, each)
+    all_ranks = all_gather_rows(torch.cat(samples)[None], group, 0, each)
     wrong = (~torch.isclose(all_ranks, all_ranks[:1], rtol=0, atol=0, equal_nan=True)).any(0)
     if not bool(wrong.any()):
         return

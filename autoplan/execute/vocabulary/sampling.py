@@ -151,8 +151,7 @@ def vocab_parallel_topk(
     if not 1 <= k <= columns.size:
         raise AutoplanError(f"k={k}", hint=f"pass an integer from 1 to {columns.size}, the vocabulary size")
     rows = columns.rows.detach()
-    widest = len(chunk(columns.size, columns.group.size, 0))
-    steps = chunks(rows, chunk_size(chunk_tokens, widest))
+    steps = chunks(rows, chunk_size(chunk_tokens, len(chunk(columns.size, columns.group.size, 0))))
     best = [top_columns(columns, rows[at].to(wide(rows.dtype)), k)[1] for at in steps]
     tokens = torch.cat(best) if best else torch.zeros(0, k, dtype=torch.long, device=rows.device)
     shape = (*columns.local.shape[:-1], k)

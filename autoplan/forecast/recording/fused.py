@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,7 @@ class KernelFile:
     def run(self, named: dict[str, Any], dims: dict[str, int], work: Work | None) -> Any:
         tensors = [name for name, form in self.arguments.items() if isinstance(form, str) and form]
         passed = tuple(name for name, value in named.items() if value is not None and value is not False)
-        values = (named.get(name) for name in tensors)
-        out = _Kernel.apply(self, dims, passed, work, *values)
+        out = _Kernel.apply(self, dims, passed, work, *(named.get(name) for name in tensors))
         out = out if isinstance(out, tuple) else (out,)
         return (*out, None)[:2] if self.pair else out[0] if len(out) == 1 else out
 
@@ -182,8 +181,7 @@ def kernel_files() -> Mapping[tuple[str, str], KernelFile]:
 @lru_cache(maxsize=8)
 def _read(folders: tuple[Path, ...]) -> Mapping[tuple[str, str], KernelFile]:
     paths = [path for folder in reversed(folders) for path in sorted((folder / "kernels").glob("*.toml"))]
-    kernels = map(_of_file, paths)
-    return {(kernel.package, kernel.kernel): kernel for kernel in kernels}
+    return {(kernel.package, kernel.kernel): kernel for kernel in map(_of_file, paths)}
 
 
 def _of_file(path: Path) -> KernelFile:
@@ -203,3 +201,31 @@ def _of_file(path: Path) -> KernelFile:
 
 def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+# Bytes that a compiled step moves: elementwise ops between two products are one kernel.
+
+
+@dataclass
+class Fusion:
+    """`kernel`: products and messages so far. `unwritten`: storages of elementwise results that no other kernel has
+    read, and the kernel that makes each."""
+
+    kernel: int = 0
+    unwritten: dict[int, int] = field(default_factory=dict)
+
+    def moved(self, read: Iterable[tuple[int, int]], made: Iterable[tuple[int, int]], product: bool) -> int:
+        """Return the bytes that one op adds. `read`, `made`: number (-1: unknown) and bytes of each storage."""
+        self.kernel += product
+        size = 0
+        for number, own in read:
+            maker = self.unwritten.get(number)
+            if maker != self.kernel:
+                size += own if maker is None else 2 * own  # written by its maker first
+                self.unwritten.pop(number, None)
+        for number, own in made:
+            if product or number < 0:
+                size += own
+            else:
+                self.unwritten[number] = self.kernel
+        return size

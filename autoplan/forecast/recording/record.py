@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.stages import Round, counted
 from autoplan.common.torch_internals import TorchDispatchMode, collectives_by_name, local_part, schema_of, storage_id
-from autoplan.forecast.recording.compiled import Fusion
+from autoplan.forecast.recording.fused import Fusion
 from autoplan.forecast.recording.kernels import (
     flops_of,
     grouped_in_bfloat16,

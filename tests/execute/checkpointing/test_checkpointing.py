@@ -17,8 +17,7 @@ from autoplan.check.verify.subject import Subject
 from autoplan.check.verify.verify import clone_of, verify_clone
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.agreement import APPLIED
-from autoplan.execute.checkpointing.blocks import is_checkpointed, runs_of
-from autoplan.execute.checkpointing.choose import checkpoint_blocks, saved_bytes_per_token
+from autoplan.execute.checkpointing.blocks import checkpoint_blocks, is_checkpointed, runs_of, saved_bytes_per_token
 from autoplan.execute.tensor_parallel import record
 from autoplan.hf.source import resolve
 from autoplan.values import Plan, Stack

@@ -20,8 +20,8 @@ import autoplan
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import PlanMismatchError, SourceError
 from autoplan.common.layout import Layout
-from autoplan.execute.quantised.files import DequantisedFiles
 from autoplan.execute.quantised.formats import dequantise
+from autoplan.execute.quantised.modules import DequantisedFiles
 from autoplan.hf.quantised.methods import method_of
 from autoplan.hf.quantised.schemes import Plain, packed_weight
 
