@@ -42,7 +42,6 @@ _CREDIT = 5  # changes for which an added argument has credit
 _STALE = 4  # ranks that a proposal loses for each change before it without progress
 _SMALL = 8  # ranks that a short length loses, since it shows little
 _FEW_ELEMENTS = 20_000
-_LARGE = 20_000  # elements of one argument without the batch: smaller sizes are tried beside it, not larger ones
 _PATIENCE = 8  # tries for a finite result
 _MOST_ELEMENTS = 2_000_000  # of all arguments together
 _MOST_MORE = 30  # tries for an optional argument
@@ -133,7 +132,7 @@ class Search:
     def other_sizes(self, state: State) -> State | None:
         """Return the same call with as many other sizes as it runs with; None if none may change."""
         used = {size for _, want in state.leaves() for size in (*want.shape, want.below) if isinstance(size, str)}
-        large = any(prod(want.sizes(state.sizes | {BATCH: 1})) > _LARGE for _, want in state.leaves())
+        large = any(prod(want.sizes(state.sizes | {BATCH: 1})) > _FEW_ELEMENTS for _, want in state.leaves())
         grown = {name: _grown(name, size, large) for name, size in state.sizes.items() if name in used - {"width"}}
         inner = [name for name in grown if name != BATCH]
         several = [tuple(grown), *((BATCH, name) for name in inner), (BATCH,), *((name,) for name in inner)]
@@ -394,10 +393,7 @@ class Search:
 
 
 def _grown(name: str, size: int, large: bool) -> tuple[int, int]:
-    """Return two other sizes, larger ones unless the input is large; those that windows and patches divide are doubled
-    or halved."""
-    if name == BATCH:
-        return size + 1, size + 1
+    """Return two other sizes, smaller if inputs are large; what windows and patches divide is doubled or halved."""
     if name in ("side", "frames", "samples"):
         return size // 2 if large else 2 * size, size + size // 2
-    return size + 2, 2 * size
+    return (size + 1, size + 1) if name == BATCH else (size + 2, 2 * size)

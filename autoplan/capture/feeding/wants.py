@@ -49,11 +49,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Want:
-    """A kind, and a shape of sizes and names of sizes; ids are below `below`, and so are floats that
-    are whole numbers (features beside ids). Lists, dicts and records hold `items`; a
-    record is of the class `value`, or a namespace; a list with the `value` tuple is a tuple. Positions count along the
-    last dim; borders split all `length` positions in two; a size is a plain number, that of the name `value`. Ids with
-    a `value` (a Mark) do not contain its number, or end in it."""
+    """A kind, and a shape of sizes and names of sizes; ids are below `below`, as are whole numbers (floats). Lists,
+    dicts and records hold `items`; a record is of the class `value`, or a namespace; a list with the `value` tuple is a
+    tuple. Positions count along the last dim; borders split all `length` positions in two; a size is a plain number,
+    that of the name `value`. Ids with a `value` (a Mark) do not contain its number, or end in it."""
 
     kind: Kind
     shape: tuple[int | str, ...] = ()

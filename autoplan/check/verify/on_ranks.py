@@ -296,7 +296,7 @@ def cut_together(entries: Iterable[Entry]) -> list[Group]:
     """Group the modules of entries that share axes, directly or by way of others."""
     groups: list[tuple[set[int], Group]] = []
     for entry in entries:
-        axes, names = set(entry.axes), (entry.pattern,)
+        axes, names = set(entry.axes), tuple[str, ...]((entry.pattern,))
         for group in [group for group in groups if group[0] & axes or entry.pattern in group[1]]:
             groups.remove(group)
             axes, names = axes | group[0], (*group[1], *names)
