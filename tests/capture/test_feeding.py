@@ -315,5 +315,4 @@ def test_large_inputs_are_tried_smaller_too() -> None:
 
 def test_a_window_keeps_what_divided_a_size_before() -> None:
     state = State((("x", Want("float", ("batch", 3, "side", "side"))),)).with_size("side", 56)
-    first = next(multiples(state, [("x",)], 7, 2))
-    assert first.sizes["side"] == 112
+    assert 112 in {other.sizes["side"] for other in multiples(state, [("x",)], 7, 2)}
