@@ -21,7 +21,7 @@ import autoplan
 from autoplan.capture.derive_inputs import recipe_for
 from autoplan.capture.feeding.conditions import value_of
 from autoplan.capture.feeding.failure import Failure, Place
-from autoplan.capture.feeding.resize import resized
+from autoplan.capture.feeding.resize import multiples, resized
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.capture.feeding.watch import Watch, demand_of
 from autoplan.common.errors import CaptureError
@@ -285,3 +285,34 @@ class OptionalText(nn.Module):
 
 def test_an_optional_argument_is_fed_though_weights_are_uninitialised() -> None:
     assert {name for name, _ in recipe_for(OptionalText()).state.wants} == {"image", "text"}
+
+
+class _FeaturesAndIds(nn.Module):
+    """As recommenders are fed: a float matrix with a feature, and an id for each of two tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.shop, self.age = nn.Embedding(20, 4), nn.Embedding(12, 4), nn.Linear(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros((x.shape[0], 4))
+        total += (self.user(x[:, 0:1].long()) + self.shop(x[:, 1:2].long())).sum(1)
+        return total + self.age(x[:, 2:3])
+
+
+def test_ids_in_a_float_matrix_are_whole_numbers() -> None:
+    model = _FeaturesAndIds().eval()
+    ids = recipe_for(model).draw(model, 0)["forward"]["x"]
+    assert ids.is_floating_point() and torch.equal(ids, ids.floor()) and ids.max() < 12 and len(ids.unique()) > 2
+
+
+def test_large_inputs_are_tried_smaller_too() -> None:
+    model = nn.Sequential(nn.Conv3d(3, 8, 3, padding=1), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+    calls = (recipe_for(model).draw(model, 0, other=other)["forward"]["input"] for other in (False, True))
+    usual, other = (call[0].numel() for call in calls)
+    assert other < usual
+
+
+def test_a_window_keeps_what_divided_a_size_before() -> None:
+    state = State((("x", Want("float", ("batch", 3, "side", "side"))),)).with_size("side", 56)
+    assert 112 in {other.sizes["side"] for other in multiples(state, [("x",)], 7, 2)}

@@ -24,7 +24,7 @@ from autoplan.capture.feeding.failure import Failure, NothingRead, Place
 from autoplan.capture.feeding.names import usual_names
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
-from autoplan.capture.feeding.watch import is_direct, origin
+from autoplan.capture.feeding.watch import demand_of, is_direct, origin
 from autoplan.common.nested import flatten_tensors
 
 _UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
@@ -223,9 +223,11 @@ def _range(failure: Failure) -> Iterator[State]:
         return
     state = failure.state
     limits = [int(n) for n in re.findall(r"with size (\d+)", failure.text)]
+    failed = failure.watch.failed
+    looks_up = failed is not None and (demand := demand_of(failed)) is not None and demand.kind == "ids"
     for path in failure.paths[:3]:
         leaf = state.at(path)
-        if leaf is not None and leaf.kind == "float":  # cast to integers on the way
+        if leaf is not None and leaf.kind == "float" and not looks_up:  # cast to integers on the way
             yield from of_kind(state, path, "unit")
         for below in (*limits, 2, 1):
             if leaf is not None and leaf.kind == "ids" and leaf.below != below:

@@ -148,10 +148,11 @@ def _with_sides(state: State, path: Path, side: int) -> State:
 
 
 def multiples(state: State, paths: Iterable[Path], have: int, factor: int) -> Iterator[State]:
-    """Yield states in which a size is the next multiple of a factor, or the factor itself."""
-    if factor > 1:
-        yield from resized(state, paths, have, -(-max(have, 1) // factor) * factor)
-        yield from resized(state, paths, have, factor)
+    """Yield states in which a size is doubled if a factor then divides it (as all that divided it before), the next
+    multiple of the factor, or the factor itself."""
+    twice = (2 * have,) if factor > 1 and have % factor and 2 * have % factor == 0 else ()
+    for want in (*twice, -(-max(have, 1) // factor) * factor, factor) if factor > 1 else ():
+        yield from resized(state, paths, have, want)
 
 
 def larger(state: State, paths: Iterable[Path]) -> Iterator[State]:

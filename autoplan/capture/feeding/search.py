@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -131,7 +132,8 @@ class Search:
     def other_sizes(self, state: State) -> State | None:
         """Return the same call with as many other sizes as it runs with; None if none may change."""
         used = {size for _, want in state.leaves() for size in (*want.shape, want.below) if isinstance(size, str)}
-        grown = {name: _grown(name, size) for name, size in state.sizes.items() if name in used and name != "width"}
+        large = any(prod(want.sizes(state.sizes | {BATCH: 1})) > _FEW_ELEMENTS for _, want in state.leaves())
+        grown = {name: _grown(name, size, large) for name, size in state.sizes.items() if name in used - {"width"}}
         inner = [name for name in grown if name != BATCH]
         several = [tuple(grown), *((BATCH, name) for name in inner), (BATCH,), *((name,) for name in inner)]
         with untouched_randomness(self.seed), quiet():
@@ -390,10 +392,8 @@ class Search:
         return self._twin
 
 
-def _grown(name: str, size: int) -> tuple[int, int]:
-    """Return two larger sizes; those that windows and patches divide are doubled."""
-    if name == BATCH:
-        return size + 1, size + 1
+def _grown(name: str, size: int, large: bool) -> tuple[int, int]:
+    """Return two other sizes, smaller if inputs are large; what windows and patches divide is doubled or halved."""
     if name in ("side", "frames", "samples"):
-        return 2 * size, size + size // 2
-    return size + 2, 2 * size
+        return size // 2 if large else 2 * size, size + size // 2
+    return (size + 1, size + 1) if name == BATCH else (size + 2, 2 * size)

@@ -127,6 +127,8 @@ def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Modul
 def _as_ids(state: State, path: Path, leaf: Want, demand: Demand) -> Iterator[State]:
     if leaf.kind == "ids" and leaf.below == demand.below and len(leaf.shape) < 3:
         return
+    if leaf.kind in ("float", "whole") and not demand.tensor.is_floating_point():  # columns of features and of ids
+        yield from of_kind(state, path, "whole", int(demand.below))
     shapes = [leaf.shape] if len(leaf.shape) <= 2 else []
     for shape in dict.fromkeys([*shapes, ("batch", "length"), ("batch",)]):
         yield state.with_want(path, replace(leaf, kind="ids", below=demand.below, shape=shape))

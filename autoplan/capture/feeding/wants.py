@@ -17,7 +17,7 @@ import torch
 from autoplan.capture.draw import Draw
 
 Kind = Literal[
-    "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
+    "ids", "float", "whole", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
     "none", "value", "size", "list", "dict", "record",
 ]  # fmt: skip
 Path = tuple[str | int, ...]  # the argument, then keys and positions inside it
@@ -28,7 +28,7 @@ _LARGEST = 70_000  # largest size of one dim of an example
 _LONGEST = 2048  # the same for ids, times and masks: comparing all with each other grows by the square
 _HOLD = ("list", "dict", "record")
 _TENSORS = (
-    "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
+    "ids", "float", "whole", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
 )  # fmt: skip
 
 
@@ -49,10 +49,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Want:
-    """A kind, and a shape of sizes and names of sizes; ids are below `below`. Lists, dicts and records hold `items`; a
-    record is of the class `value`, or a namespace; a list with the `value` tuple is a tuple. Positions count along the
-    last dim; borders split all `length` positions in two; a size is a plain number, that of the name `value`. Ids with
-    a `value` (a Mark) do not contain its number, or end in it."""
+    """A kind, and a shape of sizes and names of sizes; ids are below `below`, as are whole numbers (floats). Lists,
+    dicts and records hold `items`; a record is of the class `value`, or a namespace; a list with the `value` tuple is a
+    tuple. Positions count along the last dim; borders split all `length` positions in two; a size is a plain number,
+    that of the name `value`. Ids with a `value` (a Mark) do not contain its number, or end in it."""
 
     kind: Kind
     shape: tuple[int | str, ...] = ()
@@ -80,7 +80,7 @@ class Want:
         if self.items or not self.is_tensor:
             inside = ", ".join(f"{key}: {item.text(sizes)}" for key, item in self.items)
             return f"{self.kind} of {{{inside}}}" if inside else f"empty {self.kind}"
-        below = f" below {self._below(sizes)}" if self.kind == "ids" else ""
+        below = f" below {self._below(sizes)}" if self.kind in ("ids", "whole") else ""
         if isinstance(self.value, Mark):
             below += f" {'that end in' if self.value.there else 'but'} {self.value.number}"
         return f"{self.kind}{below} {list(self.sizes(sizes))}"
@@ -91,6 +91,7 @@ class Want:
         codes = {
             "ids": f"torch.randint(0, {self._below(sizes)}, ({shape},))",
             "float": f"torch.randn({shape or '()'})",
+            "whole": f"torch.randint(0, {self._below(sizes)}, ({shape},)).float()",
             "unit": f"torch.rand({shape or '()'})",
             "ones": f"torch.ones({shape or '()'})",
             "complex": f"torch.randn({shape}, dtype=torch.complex64)",
@@ -148,6 +149,8 @@ class Want:
             return torch.tensor(_borders(sizes), dtype=torch.int32)
         if self.kind == "ones":
             return torch.ones(shape, dtype=draw.dtype)
+        if self.kind == "whole":
+            return draw.integers(0, self._below(sizes), shape).to(draw.dtype)
         if self.kind == "unit":
             return draw.uniform(shape)
         if self.kind == "complex":
