@@ -19,7 +19,6 @@ from autoplan.capture.feeding.failure import is_nothing
 from autoplan.capture.feeding.names import passed_on, usual_names
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.common.conventions import conventions
-from autoplan.common.errors import CaptureError
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
@@ -35,7 +34,16 @@ MASK = Want("bool", (_B, _L))
 WAVE = Want("float", (_B, "samples"))
 NONE = Want("none")
 
+_SEVERAL = (2, 3, 1, 4)  # arguments that a `*rest` may stand for
 _USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTURE, MASK, NONE)
+
+
+class Rest(inspect.Parameter):
+    """The parameter `*rest` of a forward. Inputs hold its items under the name "*rest"."""
+
+    @property
+    def name(self) -> str:
+        return f"*{super().name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,24 +66,13 @@ class Arguments:
             signature = inspect.signature(model.forward)
         named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         name = type(model).__name__
-        only = next((p for p in named if p.kind is p.POSITIONAL_ONLY), None)
-        if only is not None:
-            raise CaptureError(
-                f"argument {only.name!r} of {name}.forward is positional-only",
-                hint="feeds are keyword arguments; wrap the model in a module whose forward names its arguments",
-            )
-        stars = [p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
+        stars = [Rest(p.name, p.kind) for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
         rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
         taken = {p.name for p in named}
         more = {p.name: p for p in (*passed_on(model.forward, model), *_keywords(model, rest))} if rest else {}
         named += [p for p in more.values() if p.name not in taken]
-        if stars and not named:
-            raise CaptureError(
-                f"{name}.forward takes *{stars[0]} only",
-                hint="wrap the model in a module whose forward names its arguments, or pass inputs={...}",
-            )
-        required = [p for p in named if p.default is p.empty or first and p is named[0]]
-        optional = [p for p in named if p not in required and is_nothing(p.default)]
+        required = [p for p in named or stars if p.default is p.empty or first and p is named[0]]
+        optional = [p for p in (*named, *stars) if p not in required and (p in stars or is_nothing(p.default))]
         if not required and optional:
             required, optional = optional[:1], optional[1:]
         losses = [p for p in optional if any(word in p.name.lower() for word in conventions().target_words)]
@@ -91,7 +88,12 @@ class Arguments:
         return State(tuple(wants))
 
     def usual(self, parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
-        """Yield what such an argument usually is, the likeliest first. Inputs of a graph have nodes, and no batch."""
+        """Yield what such an argument usually is, the likeliest first. Inputs of a graph have nodes, and no batch. A
+        `*rest` is several equal arguments."""
+        if isinstance(parameter, Rest):
+            each = self.usual(field_of(None, parameter.name[1:]), model, first)
+            yield from (_of_each(number, want) for want in each for number in _SEVERAL)
+            return
         if not usual_names().has_edges(p.name for p in self.required):
             yield from usual(parameter, model, first)
             return
@@ -101,7 +103,7 @@ class Arguments:
         yield from sorted(map(of_nodes, usual(parameter, model, first)), key=lambda want: want.kind == "positions")
 
     def find(self, name: str) -> inspect.Parameter | None:
-        return next((p for p in (*self.required, *self.optional) if p.name == name), None)
+        return next((p for p in (*self.required, *self.optional) if p.name in (name, f"*{name}")), None)
 
 
 def _keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:

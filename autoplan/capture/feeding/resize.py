@@ -32,7 +32,7 @@ from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.errors import OutsideError
-from autoplan.common.nested import flatten_tensors
+from autoplan.common.nested import call_with, flatten_tensors
 from autoplan.common.random_values import drawn_so_far
 from autoplan.common.torch_internals import DisableTorchFunction
 
@@ -338,7 +338,7 @@ def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Run:
 def _drew(function: Callable[..., Any], **given: Any) -> bool:
     """Call the function and return whether it drew random numbers."""
     before = drawn_so_far()
-    function(**given)
+    call_with(function, given)
     return drawn_so_far() != before
 
 

@@ -29,7 +29,7 @@ from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
-from autoplan.common.nested import flatten_tensors
+from autoplan.common.nested import call_with, flatten_tensors
 from autoplan.common.random_values import untouched_randomness, working_dtype
 from autoplan.common.torch_internals import FakeTensorMode
 from autoplan.patches.devices import on_one_device
@@ -159,6 +159,18 @@ class Search:
                 ):
                     return call
         return state
+
+    def without_length(self, state: State) -> State | None:
+        """Return the same call without a length, if it takes one, runs without it and reads the same weights."""
+        rows = state
+        for path, leaf in state.leaves():
+            if leaf.kind == "float" and leaf.shape[:1] == (BATCH,) and len(leaf.shape) == 3:
+                rows = rows.with_want(path, replace(leaf, shape=(BATCH, leaf.shape[2])))
+        if rows == state:
+            return None
+        with untouched_randomness(self.seed), quiet():
+            usual, step = self.ran.get(state) or self._try(state, "again"), self._try(rows, "it runs without a length")
+        return None if usual.failed or step.failed or not usual.read <= step.read else rows
 
     def with_other_dims(self, state: State) -> State | None:
         """Return the same call with all float inputs one dim shorter (without a length) or longer, if it runs and reads
@@ -358,12 +370,12 @@ class Search:
             with refusing_outsiders(twin), on_one_device(twin), torch.no_grad():
                 if mode is None:
                     with watch.over(values):
-                        result = twin(**values)
+                        result = call_with(twin, values)
                     return self._not_a_result(result, watch)
                 with mode:
                     faked = {name: own(value) for name, value in values.items()}
                     with watch.over(faked):
-                        twin(**faked)
+                        call_with(twin, faked)
         except OutsideError:
             raise
         except Exception as error:  # the user's forward, run on a guess, may raise anything

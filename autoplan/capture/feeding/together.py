@@ -15,7 +15,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import FLAT, Arguments, of_nodes
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.messages import sizes_differ
+from autoplan.capture.feeding.messages import sizes_differ, unpacked
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import Demand, FailedCall, demand_of, is_direct, origin
@@ -51,18 +51,23 @@ def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 
 def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states whose lists (levels of a pyramid) are as long as a failed operation needs; all equally long."""
+    """Yield states whose lists (levels of a pyramid) are as long as a failed operation, an unpacking or an index needs;
+    all equally long."""
     state, call = failure.state, failure.watch.failed
     shapes = [tuple(tensor.shape) for tensor in call.tensors()] if call is not None and sizes_differ(failure) else []
-    lists = [(path, want) for path, want in state.holding("list") if want.items and want.value is not tuple]
-    for ours, theirs in itertools.permutations(shapes, 2):
-        for have, want in zip(reversed(ours), reversed(theirs), strict=False):
-            if 1 < want <= _MOST_PARTS and have != want and any(len(parts.items) == have for _, parts in lists):
-                longer = state
-                for path, parts in lists:
-                    items = tuple((place, dict(parts.items).get(place, parts.items[0][1])) for place in range(want))
-                    longer = longer.with_want(path, replace(parts, items=items))
-                yield longer
+    fixed = [path for path, want in state.holding("list") if want.value is tuple and "*" not in str(path[0])]
+    lists = [(path, want) for path, want in state.holding("list") if want.items and path not in fixed]
+    lengths = {len(parts.items) for _, parts in lists}
+    pairs = [pair for a, b in itertools.permutations(shapes, 2) for pair in zip(reversed(a), reversed(b), strict=False)]
+    pairs += [(have, have + 1) for have in lengths if isinstance(failure.error, IndexError)]
+    pairs += [(have, needed[0]) for have in lengths if (needed := unpacked(failure))]
+    for have, want in pairs:
+        if 1 <= want <= _MOST_PARTS and have != want and have in lengths:
+            longer = state
+            for path, parts in lists:
+                items = tuple((place, dict(parts.items).get(place, parts.items[0][1])) for place in range(want))
+                longer = longer.with_want(path, replace(parts, items=items))
+            yield longer
 
 
 def joined(state: State, demand: Demand) -> Iterator[State]:

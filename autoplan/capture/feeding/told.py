@@ -120,7 +120,7 @@ def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Modul
         return
     lower = min(operands, key=torch.Tensor.dim)
     for path, leaf in failure.state.among(origin(lower)):
-        if leaf.kind == "ids":
+        if leaf.kind == "ids" or is_direct(lower) and lower.dim() > len(leaf.shape):  # unsqueezed on the way
             yield from of_rank(failure.state, path, len(leaf.shape) + max(ranks) - min(ranks))
 
 
@@ -202,9 +202,9 @@ def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name:
     for place, want in enumerate(arguments.usual(parameter, model)):
         if place >= most:
             return
-        now = dict(failure.state.wants).get(name)
+        now = dict(failure.state.wants).get(parameter.name)
         if want.kind != "none" and (now is None or now.kind == "none"):
-            yield failure.state.with_want((name,), want)
+            yield failure.state.with_want((parameter.name,), want)
 
 
 def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:

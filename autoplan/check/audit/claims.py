@@ -281,7 +281,7 @@ def _step(model: Any, feed: Any, is_checkpointed: bool) -> tuple[dict[str, Any],
         switch = conventions().cache_switch
         if switch in inspect.signature(model.forward).parameters:
             inputs[switch] = False
-        loss = weighted_sum(tensors_in(model(**inputs)))
+        loss = weighted_sum(tensors_in(call_with(model, inputs)))
         if loss is not None:
             torch.autograd.backward(loss)
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, runs
