@@ -18,7 +18,7 @@ from torch import nn
 
 from autoplan.capture.called import PART
 from autoplan.capture.dry_run import Twin, tried
-from autoplan.capture.feeding.wants import SIZES, State
+from autoplan.capture.feeding.wants import BATCH, SIZES, State
 from autoplan.capture.fold import CONTAINERS
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
@@ -90,6 +90,8 @@ def recipe_for(model: nn.Module) -> Recipe:
     other = search.marked(other, there=True) if other is not None else None
     steps = tuple(search.steps)
     dims = search.with_other_dims(state) if state != rows else None
+    if dims is not None and other is not None and other.sizes[BATCH] == state.sizes[BATCH]:  # nor a batch
+        state, other, dims = dims, search.other_sizes(dims), None
     return Recipe(state, other, steps, search.with_targets(state, other), dims)
 
 

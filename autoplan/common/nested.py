@@ -148,6 +148,8 @@ def call_with(function: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
             args += keywords.pop(f"*{p.name}", ())
         elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and (p.name in inputs or p.default is not p.empty):
             args.append(keywords.pop(p.name, p.default))
+    for name in [name for name in keywords if name[:1] == "*"]:  # of a wrapper, whose signature is that of the wrapped
+        args += keywords.pop(name)
     return function(*args, **keywords)
 
 

@@ -226,7 +226,8 @@ def _annotated(annotation: Any) -> Want | None:
 
 
 def first_layer_wants(model: nn.Module) -> Iterator[Want]:
-    """Yield the inputs of the first layer of each kind with weights, in the order in which they were made."""
+    """Yield the inputs of the first layer of each kind with weights, in the order in which they were made; without any
+    (scripted code, plain parameters), what a matrix may take."""
     seen = set()
     for module in model.modules():
         kind = type(module)
@@ -235,6 +236,9 @@ def first_layer_wants(model: nn.Module) -> Iterator[Want]:
             if wants is not None:
                 seen.add(kind)
                 yield from wants
+    matrices = (parameter for parameter in model.parameters() if parameter.dim() == 2)
+    for width in dict.fromkeys(size for matrix in matrices for size in (matrix.shape[1], matrix.shape[0])):
+        yield from () if seen else (Want("float", (_B, _L, width)), Want("float", (_B, width)))
 
 
 def _of_layer(module: nn.Module) -> tuple[Want, ...] | None:

@@ -198,6 +198,17 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
         yield state.with_want(path, replace(leaf, kind=kind, shape=shape))
 
 
+def of_vectors(state: State, rank: int) -> Iterator[State]:
+    """Yield the state in which all vectors are sequences (of 3 dims), or all sequences are vectors (of 2)."""
+    other = state
+    for path, leaf in state.leaves():
+        if leaf.kind == "float" and leaf.shape[0] == BATCH and len(leaf.shape) == 5 - rank:
+            shape = (BATCH, "length", leaf.shape[-1]) if rank == 3 else (BATCH, leaf.shape[-1])
+            other = other.with_want(path, replace(leaf, shape=shape))
+    if other != state:
+        yield other
+
+
 def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, ...]]:
     last = leaf.shape[-1] if len(leaf.shape) > 1 and leaf.shape[-1] not in ("length", "side") else "width"
     several: list[int | str] = [channels] if channels else [last if isinstance(last, int) else 3, 1, 4, "width"]

@@ -23,9 +23,10 @@ from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_st
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure, NothingRead
 from autoplan.capture.feeding.messages import ranks_differ
-from autoplan.capture.feeding.resize import of_rank
+from autoplan.capture.feeding.resize import of_rank, of_vectors
+from autoplan.capture.feeding.together import MOST_PARTS, longer
 from autoplan.capture.feeding.told import told, usually
-from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
+from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want, grown
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
@@ -131,16 +132,16 @@ class Search:
     def other_sizes(self, state: State) -> State | None:
         """Return the same call with as many other sizes as it runs with; None if none may change."""
         used = {size for _, want in state.leaves() for size in (*want.shape, want.below) if isinstance(size, str)}
-        grown = {name: _grown(name, size) for name, size in state.sizes.items() if name in used and name != "width"}
-        inner = [name for name in grown if name != BATCH]
-        several = [tuple(grown), *((BATCH, name) for name in inner), (BATCH,), *((name,) for name in inner)]
+        larger = {name: grown(name, size) for name, size in state.sizes.items() if name in used and name != "width"}
+        inner = [name for name in larger if name != BATCH]
+        several = [tuple(larger), *((BATCH, name) for name in inner), (BATCH,), *((name,) for name in inner)]
         with untouched_randomness(self.seed), quiet():
             for names in dict.fromkeys(several):
                 for times in (0, 1):
                     other = state
                     for name in names:
-                        if name in grown:
-                            other = other.with_size(name, grown[name][times])
+                        if name in larger:
+                            other = other.with_size(name, larger[name][times])
                     if other != state and not self._try(other, "another size").failed:
                         return other
         return None
@@ -162,11 +163,8 @@ class Search:
 
     def without_length(self, state: State) -> State | None:
         """Return the same call without a length, if it takes one, runs without it and reads the same weights."""
-        rows = state
-        for path, leaf in state.leaves():
-            if leaf.kind == "float" and leaf.shape[:1] == (BATCH,) and len(leaf.shape) == 3:
-                rows = rows.with_want(path, replace(leaf, shape=(BATCH, leaf.shape[2])))
-        if rows == state:
+        rows = next(of_vectors(state, 2), None)
+        if rows is None:
             return None
         with untouched_randomness(self.seed), quiet():
             usual, step = self.ran.get(state) or self._try(state, "again"), self._try(rows, "it runs without a length")
@@ -256,12 +254,17 @@ class Search:
     def _better(self, step: Step) -> State:
         step = self._all_rows(self._without_idle(step))
         weights = {name: p.numel() for name, p in self.model.named_parameters()}
-        for parameter in self.arguments.optional:
+        for parameter in (*self.arguments.optional, *(None,) * MOST_PARTS):
             unread = sum(size for name, size in weights.items() if name not in step.read)
             if unread <= _WORTH * sum(weights.values()) or not self._in_time():
                 break
-            if not step.state.holds(parameter.name):
-                step = self._with_more(step, parameter, unread, weights)
+            if parameter is None:  # lists may go on longer
+                states = [state for state in longer(step.state) if state not in self.seen]
+                step = self._with_more(step, states, unread, weights)
+            elif not step.state.holds(parameter.name):
+                wants = itertools.islice(self.arguments.usual(parameter, self.model), 2)
+                states = [step.state.with_want((parameter.name,), want) for want in wants]
+                step = self._with_more(step, states, unread, weights)
         return step.state
 
     def _without_idle(self, step: Step) -> Step:
@@ -275,12 +278,12 @@ class Search:
                     self._last = seen
         return step
 
-    def _with_more(self, step: Step, parameter: Any, unread: int, weights: dict[str, int]) -> Step:
-        """Return the step with an optional argument, if it adds to the weights read."""
-        for want in itertools.islice(self.arguments.usual(parameter, self.model), 2):
-            longer = self._first(step.state.with_want((parameter.name,), want), _MOST_MORE)
-            if longer is not None and sum(n for name, n in weights.items() if name not in longer.read) < unread:
-                return self._all_rows(longer)
+    def _with_more(self, step: Step, states: list[State], unread: int, weights: dict[str, int]) -> Step:
+        """Return a call with more arguments or items, if it adds to the weights read; else the step."""
+        for state in states:
+            more = self._first(state, _MOST_MORE)
+            if more is not None and sum(n for name, n in weights.items() if name not in more.read) < unread:
+                return self._all_rows(more)
         return step
 
     def with_targets(self, state: State, other: State | None = None) -> State | None:
@@ -384,7 +387,8 @@ class Search:
 
     def _not_a_result(self, result: Any, watch: Watch) -> Exception | None:
         """Return an error for a run that read no weight, or whose result is not finite: it shows nothing."""
-        if watch.names and not watch.read:
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.model.modules())
+        if watch.names and not watch.read and not scripted:  # compiled code does not show what it reads
             return NothingRead()
         tensors = [tensor for _, tensor in flatten_tensors(result) if tensor.is_floating_point()]
         if any(not torch.isfinite(tensor).all() for tensor in tensors if tensor.numel() < 10_000_000):
@@ -400,12 +404,3 @@ class Search:
             dicts = [*modules, *(own["_buffers"] for own in modules if isinstance(own.get("_buffers"), dict))]
             self._attributes = [(held, dict(held)) for held in dicts]
         return self._twin
-
-
-def _grown(name: str, size: int) -> tuple[int, int]:
-    """Return two larger sizes; those that windows and patches divide are doubled."""
-    if name == BATCH:
-        return size + 1, size + 1
-    if name in ("side", "frames", "samples"):
-        return 2 * size, size + size // 2
-    return size + 2, 2 * size

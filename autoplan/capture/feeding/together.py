@@ -26,7 +26,7 @@ from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.on_shards import SHAPE
 from autoplan.ops.reductions import compares
 
-_MOST_PARTS = 12  # most items that a list is given
+MOST_PARTS = 12  # most items that a list is given
 _TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "length"))  # by position or pair of them
 _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
 
@@ -55,19 +55,30 @@ def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
     all equally long."""
     state, call = failure.state, failure.watch.failed
     shapes = [tuple(tensor.shape) for tensor in call.tensors()] if call is not None and sizes_differ(failure) else []
-    fixed = [path for path, want in state.holding("list") if want.value is tuple and "*" not in str(path[0])]
-    lists = [(path, want) for path, want in state.holding("list") if want.items and path not in fixed]
-    lengths = {len(parts.items) for _, parts in lists}
+    lengths = {len(parts.items) for _, parts in _lists(state)}
     pairs = [pair for a, b in itertools.permutations(shapes, 2) for pair in zip(reversed(a), reversed(b), strict=False)]
     pairs += [(have, have + 1) for have in lengths if isinstance(failure.error, IndexError)]
     pairs += [(have, needed[0]) for have in lengths if (needed := unpacked(failure))]
     for have, want in pairs:
-        if 1 <= want <= _MOST_PARTS and have != want and have in lengths:
-            longer = state
-            for path, parts in lists:
-                items = tuple((place, dict(parts.items).get(place, parts.items[0][1])) for place in range(want))
-                longer = longer.with_want(path, replace(parts, items=items))
-            yield longer
+        if have != want and have in lengths:
+            yield from longer(state, want)
+
+
+def longer(state: State, length: int = 0) -> Iterator[State]:
+    """Yield a state whose lists are as long, or have one item more."""
+    lists = _lists(state)
+    length = length or max((len(parts.items) for _, parts in lists), default=0) + 1
+    for path, parts in lists:
+        items = tuple((place, dict(parts.items).get(place, parts.items[0][1])) for place in range(length))
+        state = state.with_want(path, replace(parts, items=items))
+    if lists and 1 <= length <= MOST_PARTS:
+        yield state
+
+
+def _lists(state: State) -> list[tuple[Path, Want]]:
+    """Return the lists whose length is a guess; an annotation fixes that of a tuple."""
+    lists = [(path, want) for path, want in state.holding("list") if want.items]
+    return [(path, want) for path, want in lists if want.value is not tuple or "*" in str(path[0])]
 
 
 def joined(state: State, demand: Demand) -> Iterator[State]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import itertools
 import re
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from autoplan.capture.feeding.messages import (
     told_by_message,
     too_small,
 )
-from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
+from autoplan.capture.feeding.resize import larger, of_kind, of_rank, of_vectors, resized
 from autoplan.capture.feeding.together import (
     as_many,
     concatenated,
@@ -58,6 +59,7 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         _consumer,
         fitting,
         _parted,
+        _by_position,
     )
     for propose in (*first, _condition, _none, keys, _left_out, _message, _alike):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
@@ -207,6 +209,16 @@ def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name:
             yield failure.state.with_want((parameter.name,), want)
 
 
+def _by_position(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """Yield a state whose arguments are passed by position, for a wrapper that reads `args[0]`."""
+    frame = failure.places[-1].frame if failure.places and isinstance(failure.error, IndexError) else None
+    if frame is not None and frame.f_code.co_flags & inspect.CO_VARARGS:
+        rest = frame.f_code.co_varnames[frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+        items = tuple(enumerate(want for _, want in failure.state.wants))
+        if frame.f_locals.get(rest) == () and not failure.state.holds(f"*{rest}"):
+            yield replace(failure.state, wants=((f"*{rest}", Want("list", value=tuple, items=items)),))
+
+
 def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Yield states for `a, b, c = batch`, a sequence of what the names say, and for `batch.x`, a record with an x."""
     for place in failure.places[-1:]:
@@ -279,6 +291,8 @@ def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """Yield what such arguments usually are: the blamed ones, the others, then optional ones that the message names."""
+    for rank in (3, 2):
+        yield from ((state, "vectors or sequences of them") for state in of_vectors(failure.state, rank))
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
     names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
     parameters = [arguments.find(name) or field_of(None, name) for name in names]

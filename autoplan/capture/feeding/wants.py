@@ -279,3 +279,12 @@ def _changed(want: Want | None, path: Path, new: Want) -> Want:
     items = dict(want.items)
     items[path[0]] = _changed(items.get(path[0]), path[1:], new)
     return replace(want, items=tuple(items.items()))
+
+
+def grown(name: str, size: int) -> tuple[int, int]:
+    """Return two larger sizes; those that windows and patches divide are doubled."""
+    if name == BATCH:
+        return size + 1, size + 1
+    if name in ("side", "frames", "samples"):
+        return 2 * size, size + size // 2
+    return size + 2, 2 * size
