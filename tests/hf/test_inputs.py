@@ -181,13 +181,13 @@ def test_arguments_without_names_are_passed_by_position() -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor, /, y: torch.Tensor, *views: torch.Tensor) -> torch.Tensor:
-            first, second, third = views
-            return self.inner(x) + self.inner(y) + first * second * third
+        def forward(self, x: torch.Tensor, /, y: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            first, second, third = rest
+            return self.inner(x) + self.inner(y) + self.inner(first) * self.inner(second) * self.inner(third)
 
     model = Star()
     feed = feeds_for(model)["forward"]
-    assert feed.keys() == {"x", "y", "*views"} and len(feed["*views"]) == 3
+    assert feed.keys() == {"x", "y", "*rest"} and len(feed["*rest"]) == 3
     assert call(model, feed).shape == feed["x"].shape
 
 

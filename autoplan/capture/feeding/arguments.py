@@ -17,7 +17,7 @@ from torch import nn
 
 from autoplan.capture.feeding.failure import is_nothing
 from autoplan.capture.feeding.names import passed_on, usual_names
-from autoplan.capture.feeding.wants import State, Want
+from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.common.conventions import conventions
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
@@ -69,7 +69,7 @@ class Arguments:
         stars = [Rest(p.name, p.kind) for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
         rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
         taken = {p.name for p in named}
-        more = {p.name: p for p in (*passed_on(model.forward, model), *_keywords(model, rest))} if rest else {}
+        more = {p.name: p for p in (*passed_on(model.forward, model), *keywords(model, rest))} if rest else {}
         named += [p for p in more.values() if p.name not in taken]
         required = [p for p in named or stars if p.default is p.empty or first and p is named[0]]
         optional = [p for p in (*named, *stars) if p not in required and (p in stars or is_nothing(p.default))]
@@ -102,11 +102,20 @@ class Arguments:
             yield Want("float", ("nodes", _W))
         yield from sorted(map(of_nodes, usual(parameter, model, first)), key=lambda want: want.kind == "positions")
 
+    def left_out(self, state: State, model: nn.Module) -> list[tuple[Path, inspect.Parameter]]:
+        """Return the optional arguments that a call does not have, and the keys of its dicts that need not be there."""
+        optional: list[tuple[Path, inspect.Parameter]]
+        optional = [((parameter.name,), parameter) for parameter in self.optional if not state.holds(parameter.name)]
+        for name, want in state.wants:
+            more = keywords(model, name) if want.kind == "dict" else ()
+            optional += [((name, key.name), key) for key in more if key.name not in dict(want.items)]
+        return optional
+
     def find(self, name: str) -> inspect.Parameter | None:
         return next((p for p in (*self.required, *self.optional) if p.name in (name, f"*{name}")), None)
 
 
-def _keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
+def keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
     """Return the keys that a forward reads from its `**rest`; `rest["x"]` is required unless it is tested for."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(model.forward)))

@@ -202,7 +202,7 @@ def of_vectors(state: State, rank: int) -> Iterator[State]:
     """Yield the state in which all vectors are sequences (of 3 dims), or all sequences are vectors (of 2)."""
     other = state
     for path, leaf in state.leaves():
-        if leaf.kind == "float" and leaf.shape[0] == BATCH and len(leaf.shape) == 5 - rank:
+        if leaf.kind in ("float", "unit") and leaf.shape[:1] == (BATCH,) and len(leaf.shape) == 5 - rank:
             shape = (BATCH, "length", leaf.shape[-1]) if rank == 3 else (BATCH, leaf.shape[-1])
             other = other.with_want(path, replace(leaf, shape=shape))
     if other != state:

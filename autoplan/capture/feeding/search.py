@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from autoplan.capture.called import has_training_paths, in_training
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.failure import Failure, NothingRead
+from autoplan.capture.feeding.failure import Failure, NotFiniteError, NothingRead
 from autoplan.capture.feeding.messages import ranks_differ
 from autoplan.capture.feeding.resize import of_rank, of_vectors
 from autoplan.capture.feeding.together import MOST_PARTS, longer
@@ -49,10 +49,6 @@ _TARGETS = 6  # tries for targets
 _MOST_RANKS = 12  # tries for calls with a dim more or less, of which one runs in training
 _MOST_DIMS = 4  # tries for the same call with other dims
 _WORTH = 0.001  # share of unread weights below which no further argument is added
-
-
-class _NotFiniteError(ValueError):
-    """A run that ended with infinities or NaNs."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +159,7 @@ class Search:
 
     def without_length(self, state: State) -> State | None:
         """Return the same call without a length, if it takes one, runs without it and reads the same weights."""
-        rows = next(of_vectors(state, 2), None)
-        if rows is None:
+        if (rows := next(of_vectors(state, 2), None)) is None:
             return None
         with untouched_randomness(self.seed), quiet():
             usual, step = self.ran.get(state) or self._try(state, "again"), self._try(rows, "it runs without a length")
@@ -254,17 +249,16 @@ class Search:
     def _better(self, step: Step) -> State:
         step = self._all_rows(self._without_idle(step))
         weights = {name: p.numel() for name, p in self.model.named_parameters()}
-        for parameter in (*self.arguments.optional, *(None,) * MOST_PARTS):
+        optional = self.arguments.left_out(step.state, self.model)
+        for path, parameter in (*optional, *(((), None),) * MOST_PARTS):
             unread = sum(size for name, size in weights.items() if name not in step.read)
             if unread <= _WORTH * sum(weights.values()) or not self._in_time():
                 break
             if parameter is None:  # lists may go on longer
-                states = [state for state in longer(step.state) if state not in self.seen]
-                step = self._with_more(step, states, unread, weights)
-            elif not step.state.holds(parameter.name):
-                wants = itertools.islice(self.arguments.usual(parameter, self.model), 2)
-                states = [step.state.with_want((parameter.name,), want) for want in wants]
-                step = self._with_more(step, states, unread, weights)
+                states = (state for state in longer(step.state) if state not in self.seen)
+            else:
+                states = (step.state.with_want(path, want) for want in self.arguments.usual(parameter, self.model))
+            step = self._with_more(step, states, unread, weights)
         return step.state
 
     def _without_idle(self, step: Step) -> Step:
@@ -278,9 +272,9 @@ class Search:
                     self._last = seen
         return step
 
-    def _with_more(self, step: Step, states: list[State], unread: int, weights: dict[str, int]) -> Step:
+    def _with_more(self, step: Step, states: Iterable[State], unread: int, weights: dict[str, int]) -> Step:
         """Return a call with more arguments or items, if it adds to the weights read; else the step."""
-        for state in states:
+        for state in itertools.islice(states, 2):
             more = self._first(state, _MOST_MORE)
             if more is not None and sum(n for name, n in weights.items() if name not in more.read) < unread:
                 return self._all_rows(more)
@@ -356,7 +350,7 @@ class Search:
             f"{type(error).__name__}: {failure.first_line[:200]}" if failure is not None else "",
             f"{place.where}: {place.text}" if place is not None else "",
             frozenset(watch.read),
-            isinstance(error, _NotFiniteError),
+            isinstance(error, NotFiniteError),
         )
         self.steps.append(step)
         if failure is None:
@@ -392,7 +386,7 @@ class Search:
             return NothingRead()
         tensors = [tensor for _, tensor in flatten_tensors(result) if tensor.is_floating_point()]
         if any(not torch.isfinite(tensor).all() for tensor in tensors if tensor.numel() < 10_000_000):
-            return _NotFiniteError("its result is not finite")
+            return NotFiniteError("its result is not finite")
         return None
 
     def _twin_for(self) -> tuple[FakeTensorMode | None, nn.Module]:

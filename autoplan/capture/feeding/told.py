@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import itertools
 import re
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
 from autoplan.capture.feeding.conditions import asked_by_condition, exact
-from autoplan.capture.feeding.failure import Failure, none_names
+from autoplan.capture.feeding.failure import Failure, empty_rest, none_names
 from autoplan.capture.feeding.messages import (
     is_named,
     keys,
@@ -140,7 +139,7 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
     assert leaf is not None
     channels = next((size for _, size in demand.sizes), 0)
     if demand.ranks and tensor.dim() not in demand.ranks:
-        for rank in demand.ranks:
+        for rank in sorted(demand.ranks, key=lambda rank: abs(rank - tensor.dim())):
             yield from of_rank(state, path, len(leaf.shape) + rank - tensor.dim(), channels)
     if is_direct(tensor) and not tensor.is_floating_point():  # integers were a guess, and so was their shape
         for rank in demand.ranks[:1]:
@@ -211,11 +210,9 @@ def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name:
 
 def _by_position(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Yield a state whose arguments are passed by position, for a wrapper that reads `args[0]`."""
-    frame = failure.places[-1].frame if failure.places and isinstance(failure.error, IndexError) else None
-    if frame is not None and frame.f_code.co_flags & inspect.CO_VARARGS:
-        rest = frame.f_code.co_varnames[frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
-        items = tuple(enumerate(want for _, want in failure.state.wants))
-        if frame.f_locals.get(rest) == () and not failure.state.holds(f"*{rest}"):
+    for rest in empty_rest(failure.places[-1:]) if isinstance(failure.error, IndexError) else ():
+        if arguments.find(rest) is None:
+            items = tuple(enumerate(want for _, want in failure.state.wants))
             yield replace(failure.state, wants=((f"*{rest}", Want("list", value=tuple, items=items)),))
 
 
@@ -281,7 +278,7 @@ def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Yield states with values for optional arguments that are None and named in the running lines."""
     names = [name for place in reversed(failure.places) for name in none_names(place)]
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys([*names, *empty_rest(failure.places)]):
         yield from _given(failure, arguments, model, name, most=3)
 
 

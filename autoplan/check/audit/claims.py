@@ -16,6 +16,7 @@ from autoplan.check.audit.subject import Level
 from autoplan.check.verify.on_ranks import said
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.nested import call_with
 from autoplan.common.patterns import holders, is_under
 from autoplan.common.random_values import cast_numbers, inputs_in
 from autoplan.values import Finding, Report
