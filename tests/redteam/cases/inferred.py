@@ -26,7 +26,7 @@ class LateFusion(nn.Module):
 
     def forward(self, *views):
         assert len(views) == len(self.nets)
-        return self.head(torch.stack([net(x) for net, x in zip(self.nets, views)]).mean(0))
+        return self.head(torch.stack([net(x) for net, x in zip(self.nets, views, strict=False)]).mean(0))
 
 
 @case(call(floats(3, 8), floats(3, 12)))
@@ -79,10 +79,10 @@ class FeaturePyramid(nn.Module):
         )
 
     def forward(self, feats: list[Tensor]):
-        xs = [l(f) for l, f in zip(self.lateral, feats)]
+        xs = [layer(f) for layer, f in zip(self.lateral, feats, strict=False)]
         for i in range(len(xs) - 1, 0, -1):
             xs[i - 1] = xs[i - 1] + F.interpolate(xs[i], size=xs[i - 1].shape[-2:], mode="nearest")
-        return [s(x) for s, x in zip(self.smooth, xs)]
+        return [s(x) for s, x in zip(self.smooth, xs, strict=False)]
 
 
 @case(call([floats(2, 5, 8), floats(2, 3, 8, seed=1)]))
@@ -93,7 +93,7 @@ class SetOfSets(nn.Module):
         self.rho = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
 
     def forward(self, sets: list[Tensor]):
-        pooled = [f(s).sum(1) for f, s in zip(self.phi, sets)]
+        pooled = [f(s).sum(1) for f, s in zip(self.phi, sets, strict=False)]
         return self.rho(torch.cat(pooled, -1))
 
 
@@ -167,7 +167,10 @@ class MMoETasks(nn.Module):
 
     def forward(self, x):
         h = torch.stack([e(x) for e in self.experts], dim=1)
-        return [t((g(x).softmax(-1).unsqueeze(-1) * h).sum(1)).sigmoid() for g, t in zip(self.gates, self.towers)]
+        return [
+            t((g(x).softmax(-1).unsqueeze(-1) * h).sum(1)).sigmoid()
+            for g, t in zip(self.gates, self.towers, strict=False)
+        ]
 
 
 @case(call(floats(4, 16), floats(4, 16, seed=1), floats(4, 16, seed=2)))
