@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
     pairs += [(have, have + 1) for have in lengths if isinstance(failure.error, IndexError)]
     pairs += [(have, needed[0]) for have in lengths if (needed := unpacked(failure))]
     demand = demand_of(call) if call is not None and lengths else None  # of what is joined from the items
-    tensor = demand.tensor if demand is not None else None
+    tensor: Any = demand.tensor if demand is not None else None
     for dim, size in demand.sizes if demand is not None and isinstance(tensor, torch.Tensor) else ():
         if -tensor.dim() <= dim < tensor.dim() and (have := tensor.shape[dim]):
             pairs += [(length, size * length // have) for length in lengths if size * length % have == 0]
