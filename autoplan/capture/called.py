@@ -25,6 +25,7 @@ from autoplan.capture.copies import copied
 from autoplan.capture.dry_run import own
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
+from autoplan.common.nested import call_with
 from autoplan.common.random_values import untouched_randomness
 from autoplan.patches.kernels import where_it_runs
 
@@ -36,7 +37,7 @@ def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     keywords = dict(inputs)
     part, training = keywords.pop(PART, None), keywords.pop(TRAINING, False)
     with where_it_runs(model), in_training(model) if training else nullcontext():
-        return (model if part is None else model.get_submodule(part))(**keywords)
+        return call_with(model if part is None else model.get_submodule(part), keywords)
 
 
 def calls_the_model(feeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

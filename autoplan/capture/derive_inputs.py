@@ -18,7 +18,7 @@ from torch import nn
 
 from autoplan.capture.called import PART
 from autoplan.capture.dry_run import Twin, tried
-from autoplan.capture.feeding.wants import SIZES, State
+from autoplan.capture.feeding.wants import BATCH, SIZES, State
 from autoplan.capture.fold import CONTAINERS
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
@@ -82,9 +82,17 @@ def recipe_for(model: nn.Module) -> Recipe:
     search, state = _searched(model, 0, first=False, sizes={})
     state = search.marked(search.in_both_modes(state), there=False)
     other = search.other_sizes(state) if state.wants else None
+    # A length that must be what it is may be no length: rows of features ran as a sequence by chance.
+    varies = other is not None and any(a.sizes(state.sizes)[1:] != a.sizes(other.sizes)[1:] for _, a in other.leaves())
+    rows = None if varies else search.without_length(state)
+    if rows is not None and (larger := search.other_sizes(rows)) is not None:
+        state, other = rows, larger
     other = search.marked(other, there=True) if other is not None else None
     steps = tuple(search.steps)
-    return Recipe(state, other, steps, search.with_targets(state, other), search.with_other_dims(state))
+    dims = search.with_other_dims(state) if state != rows else None
+    if dims is not None and other is not None and other.sizes[BATCH] == state.sizes[BATCH]:  # nor a batch
+        state, other, dims = dims, search.other_sizes(dims), None
+    return Recipe(state, other, steps, search.with_targets(state, other), dims)
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:

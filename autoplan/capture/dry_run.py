@@ -27,7 +27,7 @@ from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
-from autoplan.common.nested import flatten_tensors, own_argument
+from autoplan.common.nested import call_with, flatten_tensors, own_argument
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.torch_internals import FakeTensorMode
 from autoplan.patches.classes import code_lies_open
@@ -104,9 +104,9 @@ class Twin:
         module = self.module
         with untouched_randomness(0), quiet(), where_it_runs(module), torch.no_grad(), refusing_outsiders(module):
             if self.known is None:
-                return function(**{name: own(value) for name, value in keywords.items()})
+                return call_with(function, {name: own(value) for name, value in keywords.items()})
             with code_lies_open(module), self.known as mode:
-                return function(**{name: mode.admit(value) for name, value in keywords.items()})
+                return call_with(function, {name: mode.admit(value) for name, value in keywords.items()})
 
 
 def own(value: Any) -> Any:

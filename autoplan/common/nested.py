@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +131,26 @@ def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
     except (TypeError, ValueError):
         return ()
     return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def call_with(function: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
+    """Call a module or a function on inputs by name. The items of a `*rest` have the key "*rest"; they, what comes
+    before them and positional-only arguments are passed by position."""
+    forward = getattr(function, "forward", function)
+    if not any(name[:1] == "*" for name in inputs) and not getattr(
+        getattr(forward, "__code__", None), "co_posonlyargcount", 0
+    ):
+        return function(**inputs)
+    args: list[Any] = []
+    keywords = dict(inputs)
+    for p in inspect.signature(forward).parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            args += keywords.pop(f"*{p.name}", ())
+        elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and (p.name in inputs or p.default is not p.empty):
+            args.append(keywords.pop(p.name, p.default))
+    for name in [name for name in keywords if name[:1] == "*"]:  # of a wrapper, whose signature is that of the wrapped
+        args += keywords.pop(name)
+    return function(*args, **keywords)
 
 
 Noted = list[tuple[dict[Any, Any], Any, Any, Any]]  # dict, key, old value, new value

@@ -8,7 +8,7 @@ from typing import Literal
 
 from autoplan.axes.events import Event
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Shows, Supposed
-from autoplan.ops.records.on_shards import NO_SIZES, Lengths, PieceCount, as_written
+from autoplan.ops.records.on_shards import NO_SIZES, SHAPE, Lengths, PieceCount, as_written
 from autoplan.ops.records.record import call_record, kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
 
@@ -160,11 +160,13 @@ op("_local_scalar_dense",
    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)(unknown)  # fmt: skip
 
 
-def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "all"]:
+def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "sizes", "all"]:
     """Return which literals of a call affect its result on a shard. Elementwise ops behave alike for any number; rates
     are tried in both modes. "pieces": the first number is the number or the length of the pieces, and a dim may
-    follow."""
+    follow. "sizes": all, which are sizes."""
     record = call_record(name)
+    if record.sizes == SHAPE:
+        return "sizes"
     if isinstance(record.sizes, Lengths) or (isinstance(record.sizes, PieceCount) and record.sizes.dim is None):
         return "pieces"
     if op_record(record.becomes or name).dims is elementwise:

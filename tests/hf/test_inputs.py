@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from autoplan.capture.called import calls_the_model
+from autoplan.capture.called import call, calls_the_model
 from autoplan.capture.draw import Draw, evaluate
 from autoplan.capture.dry_run import tried
 from autoplan.common.errors import CaptureError, SourceError
@@ -171,20 +171,24 @@ def test_what_cannot_be_derived_is_named() -> None:
         def forward(self, record: object) -> torch.Tensor:
             return self.inner(record.decode("utf-8"))
 
-    class Star(nn.Module):
-        def forward(self, *args: torch.Tensor) -> torch.Tensor:
-            return args[0]
-
-    class Positional(nn.Module):
-        def forward(self, x: torch.Tensor, /) -> torch.Tensor:
-            return x
-
     with pytest.raises(CaptureError, match=r"Nested.forward\(record: object\)(.|\n)*inputs={'record': torch"):
         feeds_for(Nested())
-    with pytest.raises(CaptureError, match=r"takes \*args only"):
-        feeds_for(Star())
-    with pytest.raises(CaptureError, match="positional-only"):
-        feeds_for(Positional())
+
+
+def test_arguments_without_names_are_passed_by_position() -> None:
+    class Star(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, /, y: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            first, second, third = rest
+            return self.inner(x) + self.inner(y) + self.inner(first) * self.inner(second) * self.inner(third)
+
+    model = Star()
+    feed = feeds_for(model)["forward"]
+    assert feed.keys() == {"x", "y", "*rest"} and len(feed["*rest"]) == 3
+    assert call(model, feed).shape == feed["x"].shape
 
 
 def test_a_wrong_width_is_named() -> None:

@@ -3,11 +3,8 @@
 KNOWN: dict[str, str] = {
     "algebra/Rearranged@tp2": "a sound model is refused: functorch's rearrange takes plain integers alone",
     "algebra/RearrangedInnermost@tp2": "as Rearranged",
-    "idioms/Decorated@tp2": "a sound model is refused: its wrapper takes by position what is given by name",
     "idioms/JacobianVector@tp2": "a sound model is refused: nothing inside of a forward derivative is split",
-    "idioms/ScriptedModule@tp2": "a sound model is refused: no inputs are derived through code that torch.jit compiled",
-    "structures/Tree@tp2": "a sound call is refused: one dim too many is derived, and the plan for it is wrong for a "
-    "deeper recursion",
+    "idioms/ScriptedModule@tp2": "a sound model is refused: code that torch.jit compiled does not run on shards",
     "conditioned/MixtureOfWeights@tp2": "a sound model is refused: three mixed weights are taken for units",
     "conditioned/MixtureOfWeights@tp4": "as at tp 2",
     "makings/ScaledByBackwardHook@tp2": "a sound hook is refused: ranks sum gradients behind it",

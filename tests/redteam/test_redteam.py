@@ -53,6 +53,7 @@ SPOILT = {
     "hosts": "LogsOfOutput",
     "idioms": "Matched",
     "implicit": "RungeKutta",
+    "inferred": "LateFusion",
     "instances": "MoreRounds",
     "kept": "ColumnsShared",
     "laboratories": "MergedAdapters",

@@ -17,9 +17,8 @@ from torch import nn
 
 from autoplan.capture.feeding.failure import is_nothing
 from autoplan.capture.feeding.names import passed_on, usual_names
-from autoplan.capture.feeding.wants import State, Want
+from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.common.conventions import conventions
-from autoplan.common.errors import CaptureError
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
@@ -35,7 +34,16 @@ MASK = Want("bool", (_B, _L))
 WAVE = Want("float", (_B, "samples"))
 NONE = Want("none")
 
+_SEVERAL = (2, 3, 1, 4)  # arguments that a `*rest` may stand for
 _USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTURE, MASK, NONE)
+
+
+class Rest(inspect.Parameter):
+    """The parameter `*rest` of a forward. Inputs hold its items under the name "*rest"."""
+
+    @property
+    def name(self) -> str:
+        return f"*{super().name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,24 +66,13 @@ class Arguments:
             signature = inspect.signature(model.forward)
         named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         name = type(model).__name__
-        only = next((p for p in named if p.kind is p.POSITIONAL_ONLY), None)
-        if only is not None:
-            raise CaptureError(
-                f"argument {only.name!r} of {name}.forward is positional-only",
-                hint="feeds are keyword arguments; wrap the model in a module whose forward names its arguments",
-            )
-        stars = [p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
+        stars = [Rest(p.name, p.kind) for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
         rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
         taken = {p.name for p in named}
-        more = {p.name: p for p in (*passed_on(model.forward, model), *_keywords(model, rest))} if rest else {}
+        more = {p.name: p for p in (*passed_on(model.forward, model), *keywords(model, rest))} if rest else {}
         named += [p for p in more.values() if p.name not in taken]
-        if stars and not named:
-            raise CaptureError(
-                f"{name}.forward takes *{stars[0]} only",
-                hint="wrap the model in a module whose forward names its arguments, or pass inputs={...}",
-            )
-        required = [p for p in named if p.default is p.empty or first and p is named[0]]
-        optional = [p for p in named if p not in required and is_nothing(p.default)]
+        required = [p for p in named or stars if p.default is p.empty or first and p is named[0]]
+        optional = [p for p in (*named, *stars) if p not in required and (p in stars or is_nothing(p.default))]
         if not required and optional:
             required, optional = optional[:1], optional[1:]
         losses = [p for p in optional if any(word in p.name.lower() for word in conventions().target_words)]
@@ -91,7 +88,12 @@ class Arguments:
         return State(tuple(wants))
 
     def usual(self, parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
-        """Yield what such an argument usually is, the likeliest first. Inputs of a graph have nodes, and no batch."""
+        """Yield what such an argument usually is, the likeliest first. Inputs of a graph have nodes, and no batch. A
+        `*rest` is several equal arguments."""
+        if isinstance(parameter, Rest):
+            each = self.usual(field_of(None, parameter.name[1:]), model, first)
+            yield from (_of_each(number, want) for want in each for number in _SEVERAL)
+            return
         if not usual_names().has_edges(p.name for p in self.required):
             yield from usual(parameter, model, first)
             return
@@ -100,11 +102,20 @@ class Arguments:
             yield Want("float", ("nodes", _W))
         yield from sorted(map(of_nodes, usual(parameter, model, first)), key=lambda want: want.kind == "positions")
 
+    def left_out(self, state: State, model: nn.Module) -> list[tuple[Path, inspect.Parameter]]:
+        """Return the optional arguments that a call does not have, and the keys of its dicts that need not be there."""
+        optional: list[tuple[Path, inspect.Parameter]]
+        optional = [((parameter.name,), parameter) for parameter in self.optional if not state.holds(parameter.name)]
+        for name, want in state.wants:
+            more = keywords(model, name) if want.kind == "dict" else ()
+            optional += [((name, key.name), key) for key in more if key.name not in dict(want.items)]
+        return optional
+
     def find(self, name: str) -> inspect.Parameter | None:
-        return next((p for p in (*self.required, *self.optional) if p.name == name), None)
+        return next((p for p in (*self.required, *self.optional) if p.name in (name, f"*{name}")), None)
 
 
-def _keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
+def keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
     """Return the keys that a forward reads from its `**rest`; `rest["x"]` is required unless it is tested for."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(model.forward)))
@@ -224,7 +235,8 @@ def _annotated(annotation: Any) -> Want | None:
 
 
 def first_layer_wants(model: nn.Module) -> Iterator[Want]:
-    """Yield the inputs of the first layer of each kind with weights, in the order in which they were made."""
+    """Yield the inputs of the first layer of each kind with weights, in the order in which they were made; without any
+    (scripted code, plain parameters), what a matrix may take."""
     seen = set()
     for module in model.modules():
         kind = type(module)
@@ -233,6 +245,9 @@ def first_layer_wants(model: nn.Module) -> Iterator[Want]:
             if wants is not None:
                 seen.add(kind)
                 yield from wants
+    matrices = (parameter for parameter in model.parameters() if parameter.dim() == 2)
+    for width in dict.fromkeys(size for matrix in matrices for size in (matrix.shape[1], matrix.shape[0])):
+        yield from () if seen else (Want("float", (_B, _L, width)), Want("float", (_B, width)))
 
 
 def _of_layer(module: nn.Module) -> tuple[Want, ...] | None:

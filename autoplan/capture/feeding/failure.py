@@ -25,6 +25,10 @@ class NothingRead(ValueError):
         super().__init__("it reads no weight")
 
 
+class NotFiniteError(ValueError):
+    """A run that ended with infinities or NaNs."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A run that raised."""
@@ -179,6 +183,13 @@ def _indent(code: CodeType) -> int:
 def none_names(place: Place) -> list[str]:
     """Return the names in the running statement that are None or an empty tuple."""
     return [name for name in place.names() if name in place.frame.f_locals and is_nothing(place.value(name))]
+
+
+def empty_rest(places: list[Place]) -> list[str]:
+    """Return the names of each `*rest` that got nothing."""
+    codes = [(place.frame.f_code, place) for place in places if place.frame.f_code.co_flags & inspect.CO_VARARGS]
+    names = [(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], place) for code, place in codes]
+    return [name for name, place in names if place.value(name) == ()]
 
 
 def is_nothing(value: Any) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, of_nodes, usual
 from autoplan.capture.feeding.conditions import keys_asked_for, value_of
-from autoplan.capture.feeding.failure import Failure, NothingRead, Place
+from autoplan.capture.feeding.failure import Failure, Place
 from autoplan.capture.feeding.names import usual_names
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
@@ -307,9 +307,9 @@ def keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
     for place in reversed(failure.places[-2:]):
         for path in dicts:
             yield from _asked(failure.state, path, keys_asked_for(place), model)
-    if isinstance(failure.error, NothingRead):  # a dict that is gone through, for parts that have names
-        for path in (path for path in dicts if not failure.state.inner(path).items):
-            for names in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
+    for path in dicts:  # one that is gone through, for parts that have names
+        if not failure.state.inner(path).items:
+            for names in {tuple(m): None for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
                 yield failure.state.with_want(path, of_items("dict", {n: field_of(None, n) for n in names}, model))
     for place in reversed(failure.places[-2:]):
         yield from _subscripts(failure.state, place, model)

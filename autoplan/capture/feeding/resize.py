@@ -32,7 +32,7 @@ from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.errors import OutsideError
-from autoplan.common.nested import flatten_tensors
+from autoplan.common.nested import call_with, flatten_tensors
 from autoplan.common.random_values import drawn_so_far
 from autoplan.common.torch_internals import DisableTorchFunction
 
@@ -199,6 +199,17 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
         yield state.with_want(path, replace(leaf, kind=kind, shape=shape))
 
 
+def of_vectors(state: State, rank: int) -> Iterator[State]:
+    """Yield the state in which all vectors are sequences (of 3 dims), or all sequences are vectors (of 2)."""
+    other = state
+    for path, leaf in state.leaves():
+        if leaf.kind in ("float", "unit") and leaf.shape[:1] == (BATCH,) and len(leaf.shape) == 5 - rank:
+            shape = (BATCH, "length", leaf.shape[-1]) if rank == 3 else (BATCH, leaf.shape[-1])
+            other = other.with_want(path, replace(leaf, shape=shape))
+    if other != state:
+        yield other
+
+
 def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, ...]]:
     last = leaf.shape[-1] if len(leaf.shape) > 1 and leaf.shape[-1] not in ("length", "side") else "width"
     several: list[int | str] = [channels] if channels else [last if isinstance(last, int) else 3, 1, 4, "width"]
@@ -339,7 +350,7 @@ def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Run:
 def _drew(function: Callable[..., Any], **given: Any) -> bool:
     """Call the function and return whether it drew random numbers."""
     before = drawn_so_far()
-    function(**given)
+    call_with(function, given)
     return drawn_so_far() != before
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -22,15 +22,16 @@ from torch import nn
 from autoplan.capture.called import has_training_paths, in_training
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.failure import Failure, NothingRead
+from autoplan.capture.feeding.failure import Failure, NotFiniteError, NothingRead
 from autoplan.capture.feeding.messages import ranks_differ
-from autoplan.capture.feeding.resize import of_rank
+from autoplan.capture.feeding.resize import of_rank, of_vectors
+from autoplan.capture.feeding.together import MOST_PARTS, longer
 from autoplan.capture.feeding.told import told, usually
-from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
+from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want, grown
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
-from autoplan.common.nested import flatten_tensors
+from autoplan.common.nested import call_with, flatten_tensors
 from autoplan.common.random_values import untouched_randomness, working_dtype
 from autoplan.common.torch_internals import FakeTensorMode
 from autoplan.patches.seeding import on_one_device
@@ -49,10 +50,6 @@ _TARGETS = 6  # tries for targets
 _MOST_RANKS = 12  # tries for calls with a dim more or less, of which one runs in training
 _MOST_DIMS = 4  # tries for the same call with other dims
 _WORTH = 0.001  # share of unread weights below which no further argument is added
-
-
-class _NotFiniteError(ValueError):
-    """A run that ended with infinities or NaNs."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +130,15 @@ class Search:
         """Return the same call with as many other sizes as it runs with; None if none may change."""
         used = {size for _, want in state.leaves() for size in (*want.shape, want.below) if isinstance(size, str)}
         large = any(prod(want.sizes(state.sizes | {BATCH: 1})) > _FEW_ELEMENTS for _, want in state.leaves())
-        grown = {name: _grown(name, size, large) for name, size in state.sizes.items() if name in used - {"width"}}
-        inner = [name for name in grown if name != BATCH]
-        several = [tuple(grown), *((BATCH, name) for name in inner), (BATCH,), *((name,) for name in inner)]
+        others = {name: grown(name, size, large) for name, size in state.sizes.items() if name in used - {"width"}}
+        inner = [(name,) for name in others if name != BATCH]
+        several = [tuple(others), *((BATCH, *name) for name in inner), (BATCH,), *inner]
         with untouched_randomness(self.seed), quiet():
             for names in dict.fromkeys(several):
                 for times in (0, 1):
                     other = state
-                    for name in names:
-                        if name in grown:
-                            other = other.with_size(name, grown[name][times])
+                    for name in filter(others.__contains__, names):
+                        other = other.with_size(name, others[name][times])
                     if other != state and not self._try(other, "another size").failed:
                         return other
         return None
@@ -161,6 +157,14 @@ class Search:
                 ):
                     return call
         return state
+
+    def without_length(self, state: State) -> State | None:
+        """Return the same call without a length, if it takes one, runs without it and reads the same weights."""
+        if (rows := next(of_vectors(state, 2), None)) is None:
+            return None
+        with untouched_randomness(self.seed), quiet():
+            usual, step = self.ran.get(state) or self._try(state, "again"), self._try(rows, "it runs without a length")
+        return None if usual.failed or step.failed or not usual.read <= step.read else rows
 
     def with_other_dims(self, state: State) -> State | None:
         """Return the same call with all float inputs one dim shorter (without a length) or longer, if it runs and reads
@@ -246,12 +250,16 @@ class Search:
     def _better(self, step: Step) -> State:
         step = self._all_rows(self._without_idle(step))
         weights = {name: p.numel() for name, p in self.model.named_parameters()}
-        for parameter in self.arguments.optional:
+        optional = self.arguments.left_out(step.state, self.model)
+        for path, parameter in (*optional, *(((), None),) * MOST_PARTS):
             unread = sum(size for name, size in weights.items() if name not in step.read)
             if unread <= _WORTH * sum(weights.values()) or not self._in_time():
                 break
-            if not step.state.holds(parameter.name):
-                step = self._with_more(step, parameter, unread, weights)
+            if parameter is None:  # lists may go on longer
+                states = (state for state in longer(step.state) if state not in self.seen)
+            else:
+                states = (step.state.with_want(path, want) for want in self.arguments.usual(parameter, self.model))
+            step = self._with_more(step, states, unread, weights)
         return step.state
 
     def _without_idle(self, step: Step) -> Step:
@@ -265,12 +273,12 @@ class Search:
                     self._last = seen
         return step
 
-    def _with_more(self, step: Step, parameter: Any, unread: int, weights: dict[str, int]) -> Step:
-        """Return the step with an optional argument, if it adds to the weights read."""
-        for want in itertools.islice(self.arguments.usual(parameter, self.model), 2):
-            longer = self._first(step.state.with_want((parameter.name,), want), _MOST_MORE)
-            if longer is not None and sum(n for name, n in weights.items() if name not in longer.read) < unread:
-                return self._all_rows(longer)
+    def _with_more(self, step: Step, states: Iterable[State], unread: int, weights: dict[str, int]) -> Step:
+        """Return a call with more arguments or items, if it adds to the weights read; else the step."""
+        for state in itertools.islice(states, 2):
+            more = self._first(state, _MOST_MORE)
+            if more is not None and sum(n for name, n in weights.items() if name not in more.read) < unread:
+                return self._all_rows(more)
         return step
 
     def with_targets(self, state: State, other: State | None = None) -> State | None:
@@ -343,7 +351,7 @@ class Search:
             f"{type(error).__name__}: {failure.first_line[:200]}" if failure is not None else "",
             f"{place.where}: {place.text}" if place is not None else "",
             frozenset(watch.read),
-            isinstance(error, _NotFiniteError),
+            isinstance(error, NotFiniteError),
         )
         self.steps.append(step)
         if failure is None:
@@ -360,12 +368,12 @@ class Search:
             with refusing_outsiders(twin), on_one_device(twin), torch.no_grad():
                 if mode is None:
                     with watch.over(values):
-                        result = twin(**values)
+                        result = call_with(twin, values)
                     return self._not_a_result(result, watch)
                 with mode:
                     faked = {name: own(value) for name, value in values.items()}
                     with watch.over(faked):
-                        twin(**faked)
+                        call_with(twin, faked)
         except OutsideError:
             raise
         except Exception as error:  # the user's forward, run on a guess, may raise anything
@@ -374,12 +382,13 @@ class Search:
 
     def _not_a_result(self, result: Any, watch: Watch) -> Exception | None:
         """Return an error for a run that read no weight, or whose result is not finite: it shows nothing."""
-        if watch.names and not watch.read:
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.model.modules())
+        if watch.names and not watch.read and not scripted:  # compiled code does not show what it reads
             return NothingRead()
-        tensors = [tensor for _, tensor in flatten_tensors(result) if tensor.is_floating_point()]
-        if any(not torch.isfinite(tensor).all() for tensor in tensors if tensor.numel() < 10_000_000):
-            return _NotFiniteError("its result is not finite")
-        return None
+        values = (each for _, each in flatten_tensors(result) if each.is_floating_point() and each.numel() < 10_000_000)
+        return (
+            None if all(torch.isfinite(each).all() for each in values) else NotFiniteError("its result is not finite")
+        )
 
     def _twin_for(self) -> tuple[FakeTensorMode | None, nn.Module]:
         if self._twin is None:
@@ -390,10 +399,3 @@ class Search:
             dicts = [*modules, *(own["_buffers"] for own in modules if isinstance(own.get("_buffers"), dict))]
             self._attributes = [(held, dict(held)) for held in dicts]
         return self._twin
-
-
-def _grown(name: str, size: int, large: bool) -> tuple[int, int]:
-    """Return two other sizes, smaller if inputs are large; what windows and patches divide is doubled or halved."""
-    if name in ("side", "frames", "samples"):
-        return size // 2 if large else 2 * size, size + size // 2
-    return (size + 1, size + 1) if name == BATCH else (size + 2, 2 * size)

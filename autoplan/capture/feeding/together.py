@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 
 from autoplan.capture.feeding.arguments import FLAT, Arguments, of_nodes
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.messages import sizes_differ
+from autoplan.capture.feeding.messages import sizes_differ, unpacked
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import Demand, FailedCall, demand_of, is_direct, origin
@@ -26,7 +27,7 @@ from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.on_shards import SHAPE
 from autoplan.ops.reductions import compares
 
-_MOST_PARTS = 12  # most items that a list is given
+MOST_PARTS = 12  # most items that a list is given
 _TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "length"))  # by position or pair of them
 _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
 
@@ -51,18 +52,39 @@ def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 
 def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states whose lists (levels of a pyramid) are as long as a failed operation needs; all equally long."""
+    """Yield states whose lists (levels of a pyramid) are as long as a failed operation, an unpacking or an index needs;
+    all equally long."""
     state, call = failure.state, failure.watch.failed
     shapes = [tuple(tensor.shape) for tensor in call.tensors()] if call is not None and sizes_differ(failure) else []
-    lists = [(path, want) for path, want in state.holding("list") if want.items and want.value is not tuple]
-    for ours, theirs in itertools.permutations(shapes, 2):
-        for have, want in zip(reversed(ours), reversed(theirs), strict=False):
-            if 1 < want <= _MOST_PARTS and have != want and any(len(parts.items) == have for _, parts in lists):
-                longer = state
-                for path, parts in lists:
-                    items = tuple((place, dict(parts.items).get(place, parts.items[0][1])) for place in range(want))
-                    longer = longer.with_want(path, replace(parts, items=items))
-                yield longer
+    lengths = {len(parts.items) for _, parts in _lists(state)}
+    pairs = [pair for a, b in itertools.permutations(shapes, 2) for pair in zip(reversed(a), reversed(b), strict=False)]
+    pairs += [(have, have + 1) for have in lengths if isinstance(failure.error, IndexError)]
+    pairs += [(have, needed[0]) for have in lengths if (needed := unpacked(failure))]
+    demand = demand_of(call) if call is not None and lengths else None  # of what is joined from the items
+    tensor: Any = demand.tensor if demand is not None else None
+    for dim, size in demand.sizes if demand is not None and isinstance(tensor, torch.Tensor) else ():
+        if -tensor.dim() <= dim < tensor.dim() and (have := tensor.shape[dim]):
+            pairs += [(length, size * length // have) for length in lengths if size * length % have == 0]
+    for have, want in pairs:
+        if have != want and have in lengths:
+            yield from longer(state, want)
+
+
+def longer(state: State, length: int = 0) -> Iterator[State]:
+    """Yield a state whose lists are as long, or have one item more."""
+    lists = _lists(state)
+    length = length or max((len(parts.items) for _, parts in lists), default=0) + 1
+    for path, parts in lists:
+        items = tuple((place, dict(parts.items).get(place, parts.items[0][1])) for place in range(length))
+        state = state.with_want(path, replace(parts, items=items))
+    if lists and 1 <= length <= MOST_PARTS:
+        yield state
+
+
+def _lists(state: State) -> list[tuple[Path, Want]]:
+    """Return the lists whose length is a guess; an annotation fixes that of a tuple."""
+    lists = [(path, want) for path, want in state.holding("list") if want.items]
+    return [(path, want) for path, want in lists if want.value is not tuple or "*" in str(path[0])]
 
 
 def joined(state: State, demand: Demand) -> Iterator[State]:

@@ -17,7 +17,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
 from autoplan.capture.feeding.conditions import asked_by_condition, exact
-from autoplan.capture.feeding.failure import Failure, none_names
+from autoplan.capture.feeding.failure import Failure, empty_rest, none_names
 from autoplan.capture.feeding.messages import (
     is_named,
     keys,
@@ -26,7 +26,7 @@ from autoplan.capture.feeding.messages import (
     told_by_message,
     too_small,
 )
-from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
+from autoplan.capture.feeding.resize import larger, of_kind, of_rank, of_vectors, resized
 from autoplan.capture.feeding.together import (
     as_many,
     concatenated,
@@ -58,6 +58,7 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         _consumer,
         fitting,
         _parted,
+        _by_position,
     )
     for propose in (*first, _condition, _none, keys, _left_out, _message, _alike):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
@@ -120,7 +121,7 @@ def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Modul
         return
     lower = min(operands, key=torch.Tensor.dim)
     for path, leaf in failure.state.among(origin(lower)):
-        if leaf.kind == "ids":
+        if leaf.kind == "ids" or is_direct(lower) and lower.dim() > len(leaf.shape):  # unsqueezed on the way
             yield from of_rank(failure.state, path, len(leaf.shape) + max(ranks) - min(ranks))
 
 
@@ -140,7 +141,7 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
     assert leaf is not None
     channels = next((size for _, size in demand.sizes), 0)
     if demand.ranks and tensor.dim() not in demand.ranks:
-        for rank in demand.ranks:
+        for rank in sorted(demand.ranks, key=lambda rank: abs(rank - tensor.dim())):
             yield from of_rank(state, path, len(leaf.shape) + rank - tensor.dim(), channels)
     if is_direct(tensor) and not tensor.is_floating_point():  # integers were a guess, and so was their shape
         for rank in demand.ranks[:1]:
@@ -204,9 +205,17 @@ def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name:
     for place, want in enumerate(arguments.usual(parameter, model)):
         if place >= most:
             return
-        now = dict(failure.state.wants).get(name)
+        now = dict(failure.state.wants).get(parameter.name)
         if want.kind != "none" and (now is None or now.kind == "none"):
-            yield failure.state.with_want((name,), want)
+            yield failure.state.with_want((parameter.name,), want)
+
+
+def _by_position(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """Yield a state whose arguments are passed by position, for a wrapper that reads `args[0]`."""
+    for rest in empty_rest(failure.places[-1:]) if isinstance(failure.error, IndexError) else ():
+        if arguments.find(rest) is None:
+            items = tuple(enumerate(want for _, want in failure.state.wants))
+            yield replace(failure.state, wants=((f"*{rest}", Want("list", value=tuple, items=items)),))
 
 
 def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
@@ -271,7 +280,7 @@ def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Yield states with values for optional arguments that are None and named in the running lines."""
     names = [name for place in reversed(failure.places) for name in none_names(place)]
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys([*names, *empty_rest(failure.places)]):
         yield from _given(failure, arguments, model, name, most=3)
 
 
@@ -281,6 +290,8 @@ def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """Yield what such arguments usually are: the blamed ones, the others, then optional ones that the message names."""
+    for rank in (3, 2):
+        yield from ((state, "vectors or sequences of them") for state in of_vectors(failure.state, rank))
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
     names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
     parameters = [arguments.find(name) or field_of(None, name) for name in names]

@@ -282,3 +282,12 @@ def _changed(want: Want | None, path: Path, new: Want) -> Want:
     items = dict(want.items)
     items[path[0]] = _changed(items.get(path[0]), path[1:], new)
     return replace(want, items=tuple(items.items()))
+
+
+def grown(name: str, size: int, large: bool) -> tuple[int, int]:
+    """Return two other sizes, smaller if inputs are large; what windows and patches divide is doubled or halved."""
+    if name in ("side", "frames", "samples"):
+        return size // 2 if large else 2 * size, size + size // 2
+    if name == BATCH:
+        return size + 1, size + 1
+    return size + 2, 2 * size

@@ -16,6 +16,7 @@ from autoplan.check.audit.subject import Level
 from autoplan.check.verify.on_ranks import said
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.nested import call_with
 from autoplan.common.patterns import holders, is_under
 from autoplan.common.random_values import cast_numbers, inputs_in
 from autoplan.values import Finding, Report
@@ -281,7 +282,7 @@ def _step(model: Any, feed: Any, is_checkpointed: bool) -> tuple[dict[str, Any],
         switch = conventions().cache_switch
         if switch in inspect.signature(model.forward).parameters:
             inputs[switch] = False
-        loss = weighted_sum(tensors_in(model(**inputs)))
+        loss = weighted_sum(tensors_in(call_with(model, inputs)))
         if loss is not None:
             torch.autograd.backward(loss)
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, runs

@@ -17,7 +17,7 @@ import torch
 from autoplan.common.code.code_place import call_name
 from autoplan.common.nested import flatten_tensors
 
-_ANY, _FACTOR = "*", "~"
+_ANY, _FACTOR, _LEADING = "*", "~", "__len__"
 _MOST_VALUES = 3  # with this many different numbers at one place, any number passes (a loop counter)
 
 
@@ -35,6 +35,10 @@ def form_of(literals_say: Callable[[str], str], function: Any, args: Any, kwargs
     words += [f"{key}:{word}" for key in sorted(kwargs) for word in _words(kwargs[key])]
     if answer == "numbers":
         words = [re.sub(r"(^|:)(True|False|f-?\d+|~)$", rf"\1{_ANY}", word) for word in words]
+    if answer == "sizes" and args and isinstance(args[0], torch.Tensor) and args[0].dim():  # `view(len(x), -1)`
+        first = 2 if words[1:2] == ["["] else 1
+        if words[first : first + 1] == [str(int(args[0].shape[0]))]:
+            words[first] = f"@{_LEADING}:{words[first]}"
     if answer == "pieces":  # dim defaults to 0
         dim_arguments = [*args[2:3], *(kwargs[key] for key in kwargs if key == "dim")]
         dims = [word for value in dim_arguments for word in _words(value)]
@@ -156,7 +160,7 @@ class Forms:
 def _is_like(edited: Collection[str], word: _Word, seen: _Word, many: bool) -> bool:
     if seen.covers(word) or (many and word.is_number and seen.is_number):
         return True
-    if any(name in edited for name in seen.attributes):
+    if any(name in edited or name == _LEADING in word.attributes for name in seen.attributes):
         return True
     if "T" in (word.value, seen.value):  # recorded without the rank
         return word.value[:1] == seen.value[:1]

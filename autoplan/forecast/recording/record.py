@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from autoplan.common.nested import flatten_tensors
+from autoplan.common.nested import call_with, flatten_tensors
 from autoplan.common.stages import Round, counted
 from autoplan.common.torch_internals import TorchDispatchMode, collectives_by_name, local_part, schema_of, storage_id
 from autoplan.forecast.recording.fused import Fusion
@@ -374,7 +374,7 @@ def record_step(
         kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups), _followed(model, marks, log),
         counted(log.rounds),
     ):  # fmt: skip
-        result = model(**inputs)
+        result = call_with(model, inputs)
         log.at(LOSS)
         log.enter(LOSS)
         loss = None if loss_of is None else loss_of(result)
