@@ -386,9 +386,8 @@ class Search:
         if watch.names and not watch.read and not scripted:  # compiled code does not show what it reads
             return NothingRead()
         values = (each for _, each in flatten_tensors(result) if each.is_floating_point() and each.numel() < 10_000_000)
-        return (
-            None if all(torch.isfinite(each).all() for each in values) else NotFiniteError("its result is not finite")
-        )
+        finite = all(torch.isfinite(each).all() for each in values)
+        return None if finite else NotFiniteError("its result is not finite")
 
     def _twin_for(self) -> tuple[FakeTensorMode | None, nn.Module]:
         if self._twin is None:

@@ -79,7 +79,7 @@ def listen(module: nn.Module, worker: Worker) -> list[RemovableHandle]:
 
 def moved_inside(module: nn.Module) -> str:
     """Return the name of a module inside (or this one) at which the plan moves positions of a sequence; "" if none."""
-    hooks = (hook for inner in module.modules() for hook in inner._forward_pre_hooks.values())
+    hooks = (hook for inner in module.modules() for hooks in forward_hooks(inner) for hook in hooks.values())
     workers = (worker for hook in hooks if isinstance(worker := getattr(hook, "__self__", None), Worker))
     moving = (SequenceBoundary, AttendAcross)
     moves = (w.work.name for w in workers for i in w.work.of(moving) if not isinstance(i, NoteShard))
