@@ -14,7 +14,7 @@ import autoplan
 from autoplan.check.audit.gate import refuse_disproven
 from autoplan.check.verify.on_ranks import cut_together, wrong_cuts
 from autoplan.common.errors import PlanRefusedError
-from autoplan.values import Entry, Finding
+from autoplan.values import Finding
 
 MODULES = [(name,) for name in "abcdefghijklmnop"]
 NAMES = st.sampled_from([name for (name,) in MODULES])
@@ -40,9 +40,9 @@ def test_few_trials_for_one_wrong_cut() -> None:
 
 
 def test_what_shares_a_cut_is_one_suspect() -> None:
-    axes = {"a": (1,), "b": (2,), "c": (1, 3), "d": (4,), "e": (5, 4), "f": (3,)}
-    entries = [Entry(name, (), "colwise", "up", "", "inferred", "", axes=found) for name, found in axes.items()]
-    assert cut_together(entries) == [("b",), ("d", "e"), ("a", "c", "f")]
+    axes = ({"a", "c"}, {"b"}, {"d", "e"})
+    groups = cut_together("abcde", lambda whole: set().union(*(axis for axis in axes if whole not in axis)))
+    assert groups == [("a", "c"), ("b",), ("d", "e")]
 
 
 def test_a_plan_found_wrong_is_not_applied() -> None:

@@ -41,7 +41,7 @@ from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.driving import note_what_is_collected
 from autoplan.ops.elementwise import literals_say
 from autoplan.patches.seeding import is_simulated
-from autoplan.values import Entry, Finding, Plan, Stack
+from autoplan.values import Finding, Plan, Stack
 
 _TIMEOUT = 120.0  # seconds for one run of all ranks
 _VARIANTS = ("attention", "cache")  # variants of the planned run, which a sharded model may refuse by name
@@ -292,16 +292,14 @@ def unread_parts(gradients: Iterable[Mapping[str, torch.Tensor]], *, plan: Plan)
 Group = tuple[str, ...]
 
 
-def cut_together(entries: Iterable[Entry]) -> list[Group]:
-    """Group the modules of entries that share axes, directly or by way of others."""
-    groups: list[tuple[set[int], Group]] = []
-    for entry in entries:
-        axes, names = set(entry.axes), tuple[str, ...]((entry.pattern,))
-        for group in [group for group in groups if group[0] & axes or entry.pattern in group[1]]:
-            groups.remove(group)
-            axes, names = axes | group[0], (*group[1], *names)
-        groups.append((axes, tuple(dict.fromkeys(names))))
-    return [names for _, names in groups]
+def cut_together(modules: Sequence[str], still_cut: Callable[[str], set[str]]) -> list[Group]:
+    """Group modules that share a cut. `still_cut(module)`: the modules still sharded if that one is replicated."""
+    groups: list[Group] = []
+    for module in modules:
+        if not any(module in group for group in groups):
+            rest = still_cut(module)
+            groups.append(tuple(other for other in modules if other not in rest))
+    return groups
 
 
 def wrong_cuts(groups: Sequence[Group], is_wrong: Callable[[Group], bool], trials: int) -> Group:

@@ -333,13 +333,17 @@ def _narrowed(
     def run(plan: Plan, which: Iterable[str] | None) -> Report:
         return verify_clone(clone, plan, engine=engine, checks=which, **how)
 
+    def still_cut(whole: str) -> set[str]:
+        plan = planned((whole,))
+        return set() if plan is None else {entry.pattern for entry in plan.entries}
+
     def is_wrong(cut: tuple[str, ...]) -> bool:
         how["budget"].check("while locating the error")
         plan = planned(tuple(name for name in modules if name not in cut))
         return plan is not None and _decisively_wrong(run(plan, narrowing))
 
     try:
-        whole = wrong_cuts(cut_together(applied.entries), is_wrong, _MOST_TRIALS)
+        whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
         narrower = planned(whole)
         narrowed = run(narrower, checks) if narrower is not None else report
         if capabilities.idle and _decisively_wrong(narrowed) and (narrower := planned(modules)) is not None:
