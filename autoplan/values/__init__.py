@@ -51,6 +51,7 @@ from autoplan.values.instructions.calls import (
     EqualPieces,
     GatherCall,
     HeldRows,
+    LengthArgument,
     LengthCall,
     LiteralArgument,
     MeanCall,

@@ -21,7 +21,7 @@ from autoplan.axes.terms import find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.on_shards import RepeatEach
-from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
+from autoplan.values import Call, CallRewrite, CallSite, Cut, LengthArgument, LiteralArgument, Ref, RewriteCall, Trace
 from autoplan.values.reasons import NotPlaced
 
 _Place = tuple[str, str, str]  # module, function, place in the code
@@ -68,6 +68,20 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
         blame = tuple(_sizes_in(left) | _sizes_in(right))
         result.refusals.append((NotPlaced("sizes-compared", module=module), blame))
     return result
+
+
+def with_lengths(
+    calls: tuple[CallRewrite, ...], rescaled: dict[int, tuple[LengthArgument, ...]], trace: Trace
+) -> Iterator[CallRewrite]:
+    """Yield the work of a module's calls where some are passed lengths of a rank's positions, too."""
+    lengths = {_place_of(trace.calls[index]): arguments for index, arguments in rescaled.items()}
+    for call in calls:
+        yield replace(call, lengths=lengths.get((call.pattern, call.site.function, call.site.place), ()))
+    marked = {"time", "dims", "width"}
+    done = {(c.pattern, c.site.function, c.site.place) for c in calls if not any(getattr(c.site, m) for m in marked)}
+    for (module, function, place), arguments in lengths.items():
+        if (module, function, place) not in done:
+            yield RewriteCall(module, CallSite(function, place), lengths=arguments)
 
 
 def _by_place(

@@ -26,7 +26,7 @@ from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.sequence.stream_state import HaloAt, Refused
-from autoplan.analyse.sequence.windows import attended
+from autoplan.analyse.sequence.windows import attended, check_places
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.patterns import starred
@@ -98,15 +98,16 @@ def place_sequence(
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
     result = reduce(_merged, placements)
     result.whole += refused
-    if context:
-        try:
+    try:
+        check_places(result.rescaled, shards)
+        if context:
             leave_partial(flow, placement, result)
             take_halos(walks, flow, result)
             exchange(walks, flow, placement, result, rewritten)
             result.calls = attended(result.attended, shards)
             result.pairs = pairs_of_positions(walks)
-        except Refused as error:
-            return SequencePlacement(refused=(error.reason,))
+    except Refused as error:
+        return SequencePlacement(refused=(error.reason,))
     return result
 
 

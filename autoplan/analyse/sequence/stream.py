@@ -20,7 +20,7 @@ from autoplan.analyse.sequence.stream_state import (
 from autoplan.analyse.sequence.windows import Windows, own_queries
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.ops import call_record
-from autoplan.values import SequenceName
+from autoplan.values import LengthArgument, SequenceName, Symbolic, symbolics
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 __all__ = ["SequencePlacement", "Stream"]
@@ -80,7 +80,7 @@ class Stream(CutStream):
         self.cut: set[int] = set()
         self.index_crossings()
         result = self.result
-        for noted in (result.summed_parameters, result.random, result.attended, result.shared):
+        for noted in (result.summed_parameters, result.random, result.attended, result.shared, result.rescaled):
             noted.clear()
         for start, origin in self.starts.items():
             start_dim = self.positions.plain_dim(origin)
@@ -113,10 +113,12 @@ class Stream(CutStream):
             if not self._receives_local_length(index):
                 self._cut_sums(index, outputs)
                 return
-            if not self._is_position_independent(index):
+            if index in self.told_whole or not self._is_position_independent(index):
                 refusal = self._whole("told-shard", index)
                 self._gather_around(index, refusal)
-                raise Refused(refusal)
+                self.result.rescaled[index] = self._lengths_to_rescale(index, refusal)
+                self._cut_sums(index, outputs)
+                return
             self._note_gradients(index, inputs, cut)
             self.cut.update(t for t in outputs if self.positions.dims_of(t))
             return
@@ -240,6 +242,26 @@ class Stream(CutStream):
             for item in self.positions.lengths_passed(index)
         )
 
+    def _lengths_to_rescale(self, index: int, refusal: WholeSequence) -> tuple[LengthArgument, ...]:
+        """Return where a call on whole values is passed local lengths; all must be proportional to a length."""
+        call, tensors = self.trace.calls[index], self.trace.tensors
+
+        def value(item: Symbolic, times: int) -> int | None:
+            def size(tensor: int, dim: int) -> int:
+                local = self._local_size(tensor, dim, index) != tensors[tensor].shape[dim]
+                return tensors[tensor].shape[dim] * (times if local else 1)
+
+            return evaluate(item.origin, size, lambda _: 1)
+
+        found = []
+        for path, item in symbolics({"args": call.args, "kwargs": call.kwargs}):
+            once, *more = (value(item, times) for times in (1, 2, 5))
+            if any(number != once for number in more):
+                if once is None or more != [2 * once, 5 * once]:
+                    raise Refused(refusal)
+                found.append(LengthArgument(path, SequenceName("")))
+        return tuple(found)
+
     def _is_position_independent(self, index: int) -> bool:
         """Return whether a call makes the same for every position from nothing that has positions."""
         inputs = self.flow.inputs[index]
@@ -276,7 +298,11 @@ class Stream(CutStream):
             self.closed.add((crossing.module, "input", crossing.path))
             raise Restart
         maker = self.flow.producer.get(tensor)
-        if maker is not None and maker > self.first_call:
+        if maker is not None and not any(self._cut_here(t, maker) for t in self.flow.inputs[maker]):
+            if maker not in self.told_whole:  # it is made of a local length alone, and could be given all of it
+                self.told_whole.add(maker)
+                raise Restart
+        elif maker is not None and maker > self.first_call:
             for source in self.flow.inputs[maker]:
                 if self.positions.dims_of(source) and self._cut_here(source, maker):
                     self._make_whole(source, maker, reason)

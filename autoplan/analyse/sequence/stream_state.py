@@ -8,7 +8,7 @@ the whole sequence, not on both; and every run of a module needs the same of its
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
@@ -22,6 +22,7 @@ from autoplan.values import (
     Call,
     CallRewrite,
     Finding,
+    LengthArgument,
     ModuleVisit,
     SequenceName,
     WithholdPartial,
@@ -73,6 +74,8 @@ class SequencePlacement:
     )  # values without positions -> calls on shards that read it
     attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (windows.py)
     calls: tuple[CallRewrite, ...] = ()  # what they become
+    # calls on whole values in code that sees shards -> where they are passed numbers proportional to a local length
+    rescaled: dict[int, tuple[LengthArgument, ...]] = field(default_factory=dict)
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
     flattened: set[Crossing] = field(default_factory=set)
     whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
@@ -85,6 +88,10 @@ class SequencePlacement:
         crossings = (*(b for b, _ in keys), *self.reduce_scatters, *self.returned_shards)
         self.names = {crossing: SequenceName(name, crossing in self.flattened) for crossing in crossings}
         self.attended = dict.fromkeys(self.attended, SequenceName(name))
+        self.rescaled = {
+            index: tuple(replace(argument, sequence=SequenceName(name)) for argument in arguments)
+            for index, arguments in self.rescaled.items()
+        }
 
     @property
     def applies(self) -> bool:
@@ -121,6 +128,7 @@ class CutStream:
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
         self.evened: set[HookPoint] = set()  # where that is done in all runs, if they have shards there
+        self.told_whole: set[int] = set()  # calls that could make a value for own positions, but make it for all
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
         self.shares = shares  # may calls on shards read values without positions that others read, too?
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)

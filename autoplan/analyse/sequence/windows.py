@@ -8,7 +8,7 @@ A window that is not the same for each position is none.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 
 from autoplan.analyse.placement.callflow import CallFlow
@@ -138,15 +138,20 @@ def _is_apart(index: int, first: list[int], shards: Shards, flow: CallFlow, posi
 
 
 def attended(calls: dict[int, SequenceName], shards: Shards) -> tuple[AttendAcross, ...]:
-    """Return the instructions for these calls. All calls at one place of a module must be among them."""
-    made: dict[tuple[str, str, str], AttendAcross] = {}
-    for index, name in calls.items():
-        call = shards.trace.calls[index]
-        made[_place(call)] = AttendAcross(call.module, CallSite(call.name, call.place), name)
+    """Return the instructions for these calls."""
+    made = {index: shards.trace.calls[index] for index in calls}
+    check_places(dict.fromkeys(calls), shards)
+    return tuple(
+        dict.fromkeys(AttendAcross(c.module, CallSite(c.name, c.place), calls[index]) for index, c in made.items())
+    )
+
+
+def check_places(calls: Mapping[int, object], shards: Shards) -> None:
+    """Raise Refused unless all calls at one place of a module are among these, with the same needs."""
+    needs = {_place(shards.trace.calls[index]): need for index, need in calls.items()}
     for index, call in enumerate(shards.trace.calls):
-        if _place(call) in made and index not in calls:
+        if _place(call) in needs and (index not in calls or calls[index] != needs[_place(call)]):
             raise Refused(WholeSequence("runs-both-ways", call.module))
-    return tuple(made.values())
 
 
 def _place(call: Call) -> tuple[str, str, str]:

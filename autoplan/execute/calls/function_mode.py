@@ -29,6 +29,7 @@ from autoplan.common.torch_internals import own_parameters
 from autoplan.execute.collectives import copy_to_ranks, take_rows
 from autoplan.execute.executors import At, execute, other_branch
 from autoplan.execute.guard.marks import as_given, looking_on
+from autoplan.execute.hooks.exchange import positions_of_a_rank
 from autoplan.execute.parameters.held import memory_of, record_of
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Alone, Hold, Place, hold
@@ -53,7 +54,7 @@ class _PlannedCall:
         # A reduction that is skipped is missing elsewhere, and a branch without a planned number or cut may need
         # others: the hash of the code, checked when a plan is applied, does not distinguish branches. A helper that is
         # called conditionally (keys are repeated only where a kernel needs it) keeps its numbers to itself.
-        numbers = bool(planned.arguments or planned.cuts) and ">" not in planned.site.place
+        numbers = bool(planned.arguments or planned.lengths or planned.cuts) and ">" not in planned.site.place
         changes = planned.communicates or numbers
         self.must_be_reached = changes and not planned.sometimes
 
@@ -67,10 +68,12 @@ class _PlannedCall:
         return site.width is None or site.width != width
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.literals or self.planned.copies:
+        if self.literals or self.planned.lengths or self.planned.copies:
             everything: Any = {"args": tuple(args), "kwargs": dict(kwargs)}
             for path, passed, wanted in self.literals:
                 everything = _set(everything, path, partial(self._literal, passed, wanted))
+            for length in self.planned.lengths:
+                everything = _set(everything, length.path, partial(self._of_all, length.sequence.name))
             for path in self.planned.copies:
                 everything = _set(everything, path, lambda x: copy_to_ranks(x, self.at.group))
             args, kwargs = everything["args"], everything["kwargs"]
@@ -88,6 +91,19 @@ class _PlannedCall:
         if not passed or have * wanted % passed:
             raise other_branch(f"{self.at.where}: {self.site} passes {have}, but the plan was made for {passed}")
         return have * wanted // passed
+
+    def _of_all(self, sequence: str, have: int) -> int:
+        """Return the number for all positions, where the code passes that for those of a rank."""
+        running = self.at.running
+        length = running.lengths[sequence]
+        own = positions_of_a_rank(length, running.sequence)
+        if have == -1 or running.runs_whole:
+            return have
+        if have % own:
+            raise other_branch(
+                f"{self.at.where}: {self.site} passes {have}, which is not proportional to {own} positions"
+            )
+        return have // own * length
 
 
 class PlannedCalls:

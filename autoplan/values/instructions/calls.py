@@ -49,6 +49,15 @@ class LiteralArgument:
 
 
 @dataclass(frozen=True)
+class LengthArgument:
+    """A number at `path` in a call's arguments that is proportional to the length of a sequence: the code passes that
+    of a rank's positions, and the call runs on all of them."""
+
+    path: tuple[Any, ...]
+    sequence: SequenceName
+
+
+@dataclass(frozen=True)
 class Cut:
     """A dim of one of a call's outputs, of which a rank keeps its shard."""
 
@@ -61,12 +70,14 @@ class Cut:
 class CallRewrite(Instruction):
     """A call that runs differently on a rank. Besides what its kind does, any of them may need:
 
-    `arguments`: numbers to pass in place of those written. `copies`: paths of arguments whose gradient is summed.
-    `cuts`: outputs created at full size, of which a rank keeps its shard. `sometimes`: a run may leave the call out.
+    `arguments`: numbers to pass in place of those written. `lengths`: numbers to scale to all positions. `copies`:
+    paths of arguments whose gradient is summed. `cuts`: outputs created at full size, of which a rank keeps its shard.
+    `sometimes`: a run may leave the call out.
     """
 
     site: CallSite
     arguments: tuple[LiteralArgument, ...] = field(default=(), kw_only=True)
+    lengths: tuple[LengthArgument, ...] = field(default=(), kw_only=True)
     copies: tuple[tuple[Any, ...], ...] = field(default=(), kw_only=True)
     cuts: tuple[Cut, ...] = field(default=(), kw_only=True)
     sometimes: bool = field(default=False, kw_only=True)
@@ -91,6 +102,7 @@ class CallRewrite(Instruction):
     def said(self, ranks: int) -> str:
         done = [
             *(["local sizes"] if self.arguments else []),
+            *(["the global sequence length"] if self.lengths else []),
             *(["gradients of its inputs summed"] if self.copies else []),
             *([self.says] if self.says else []),
             *(["output sliced to the rank's shard"] if self.cuts else []),
