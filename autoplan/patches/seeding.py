@@ -129,17 +129,23 @@ SEEDING = Patch(
 
 
 class Lifted(TorchFunctionMode):
-    """A mode in which `.float()`, `.to(torch.float32)` and `dtype=torch.float32` mean float64. So does a tensor made of
-    a number: the least float64, as in masks, overflows in float32."""
+    """A mode in which `.float()`, `.to(torch.float32)` and `dtype=torch.float32` mean float64. So does a tensor made
+    without a dtype: the least float64, as in masks, overflows in float32, and torch 2.13's fused attention on a CPU is
+    wrong where a float32 mask meets float64 queries."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = tuple(_lifted(value) for value in args)
         named = {name: _lifted(value) for name, value in (kwargs or {}).items()}
-        if func in (torch.tensor, torch.as_tensor, torch.full) and any(isinstance(value, float) for value in args):
-            named.setdefault("dtype", torch.float64)
+        made = func in _OF_NUMBERS and any(isinstance(value, float) for value in (*args, named.get("fill_value")))
+        if (made or func in _OF_DEFAULT_DTYPE) and named.get("dtype") is None and named.get("out") is None:
+            named["dtype"] = torch.float64
         return func(*args, **named)
+
+
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.full, torch.arange)
+_OF_DEFAULT_DTYPE = (torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace, torch.rand, torch.randn)
 
 
 def _lifted(value: Any) -> Any:
@@ -150,7 +156,7 @@ def _double_precision_canary() -> bool:
     """Return whether all ways to request float32 pass a function mode."""
     x = torch.ones(2, dtype=torch.float64)
     with Lifted():
-        results = (x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.full((1,), 0.5), torch.tensor(0.5))
+        results = (x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.ones(1), torch.tensor(0.5))
     return all(result.dtype == torch.float64 for result in results) and x.float().dtype == torch.float32
 
 

@@ -88,10 +88,10 @@ def laws_of_draws(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, to
     findings = []
     for name in names:
         places, counts = ([int(rank[name][at]) for rank in ranks] for at in (0, 1))
-        whole = all(count == int(alone[name][1]) for count in counts)
+        whole, pieces = all(count == int(alone[name][1]) for count in counts), int(alone[name][1]) / max(1, *counts)
         if whole and len(set(places)) > 1:
             findings.append(_broken(name, "ranks draw different numbers for a replicated value"))
-        if not whole and len(set(places)) < len(places):
+        if not whole and len(set(places)) < min(pieces, len(places)):  # ranks of cp may hold the same part
             findings.append(_broken(name, "ranks draw the same numbers for different shards"))
     return findings[:1] or list(_distributed(alone, ranks))
 
@@ -106,6 +106,8 @@ def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, tor
         if of_ranks[0].numel() < FEWEST or len(names) < 2:
             continue
         for number, numbers in enumerate(of_ranks[1:], 1):
+            if all(ranks[number][name][0] == ranks[0][name][0] for name in names):  # the same part
+                continue
             related = _agreement(of_ranks[0], numbers)
             if abs(related) > _FAR:
                 text = f"draws on rank {number} depend on those on rank 0 ({related:.0f} standard errors)"
