@@ -14,7 +14,7 @@ from math import prod
 
 from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow, Placement
-from autoplan.analyse.placement.calls import Scope, draws, scope, with_lengths
+from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.seen import given, idle, of_arguments, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, mixed_leaves, place_sequence, sequence_boundaries
@@ -261,7 +261,7 @@ def _solution(
             *(ParallelBlock(block) for block in sorted(done.placement.blocks)),
             *gathers,
             *heads,
-            *(done.scope.calls if cut is None else with_lengths(done.scope.calls, cut.rescaled, trace)),
+            *(done.scope.calls if cut is None else cut.work.joined(done.scope.calls, trace)),
             *recurrences.calls,
         ),
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),

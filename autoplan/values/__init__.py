@@ -57,6 +57,7 @@ from autoplan.values.instructions.calls import (
     MeanCall,
     NormCall,
     RecurrentCall,
+    ReduceScatterCall,
     RewriteCall,
     RowCall,
     SumCall,

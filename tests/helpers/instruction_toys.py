@@ -174,10 +174,37 @@ class Recurrent(nn.Module):
         return torch.stack(states, 1)
 
 
-def toy(model: nn.Module, given: torch.Tensor = X) -> Subject:
+class OwnWeights(nn.Module):
+    """Two blocks that have their weights, and all of their code, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(40, 16), nn.ModuleList(OwnWeightsBlock() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class OwnWeightsBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixed = nn.LayerNorm(16), nn.Parameter(torch.randn(16, 4, 4))
+        self.out = nn.Parameter(torch.randn(4, 4, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = torch.einsum("btd,dhk->bhtk", self.norm(x), self.mixed)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mixed = (heads @ heads.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ heads
+        return x + torch.einsum("bhtk,hkd->btd", mixed, self.out)
+
+
+def toy(model: nn.Module, given: torch.Tensor = X, **how: Any) -> Subject:
     model = model.double().eval()
     feeds = {"forward": {"x" if given is X else "ids": given}}
-    return model, feeds, _planned(model, feeds)
+    return model, feeds, _planned(model, feeds, **how)
 
 
 def decoder(model_type: str, sizes: dict[str, Any], blocks: Iterable[str] = (), **how: Any) -> Subject:
@@ -234,6 +261,7 @@ TOYS: dict[str, Callable[[], Subject]] = {
         ["model.layers.0", "model.layers.1"],
         context=True,
     ),
+    "own weights": lambda: toy(OwnWeights(), IDS, sequence_stacks=(("blocks.0", "blocks.1"),)),
     "halo": lambda: decoder("rwkv", RWKV, ["rwkv.blocks.0", "rwkv.blocks.1"], context=True),
     "experts": lambda: decoder("mixtral", MIXTRAL, experts="apart", build={"experts_implementation": "eager"}),
 }

@@ -21,7 +21,19 @@ from autoplan.axes.terms import find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.on_shards import RepeatEach
-from autoplan.values import Call, CallRewrite, CallSite, Cut, LengthArgument, LiteralArgument, Ref, RewriteCall, Trace
+from autoplan.values import (
+    Call,
+    CallRewrite,
+    CallSite,
+    Cut,
+    LengthArgument,
+    LiteralArgument,
+    ReduceScatterCall,
+    Ref,
+    RewriteCall,
+    SequenceName,
+    Trace,
+)
 from autoplan.values.reasons import NotPlaced
 
 _Place = tuple[str, str, str]  # module, function, place in the code
@@ -70,18 +82,36 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
     return result
 
 
-def with_lengths(
-    calls: tuple[CallRewrite, ...], rescaled: dict[int, tuple[LengthArgument, ...]], trace: Trace
-) -> Iterator[CallRewrite]:
-    """Yield the work of a module's calls where some are passed lengths of a rank's positions, too."""
-    lengths = {_place_of(trace.calls[index]): arguments for index, arguments in rescaled.items()}
-    for call in calls:
-        yield replace(call, lengths=lengths.get((call.pattern, call.site.function, call.site.place), ()))
-    marked = {"time", "dims", "width"}
-    done = {(c.pattern, c.site.function, c.site.place) for c in calls if not any(getattr(c.site, m) for m in marked)}
-    for (module, function, place), arguments in lengths.items():
-        if (module, function, place) not in done:
-            yield RewriteCall(module, CallSite(function, place), lengths=arguments)
+@dataclass
+class SequenceWork:
+    """Work of calls in code that sees shards of a sequence, by call: numbers that they are passed, and the dim and the
+    sequence of sums of which a rank keeps its own positions."""
+
+    lengths: dict[int, tuple[LengthArgument, ...]] = field(default_factory=dict)
+    kept: dict[int, tuple[int, SequenceName]] = field(default_factory=dict)
+
+    def named(self, name: str) -> SequenceWork:
+        """Return the same work, about this sequence."""
+        sequence = SequenceName(name)
+        lengths = {i: tuple(replace(each, sequence=sequence) for each in given) for i, given in self.lengths.items()}
+        return SequenceWork(lengths, {index: (dim, sequence) for index, (dim, _) in self.kept.items()})
+
+    def joined(self, calls: tuple[CallRewrite, ...], trace: Trace) -> Iterator[CallRewrite]:
+        """Yield the work of calls together with this."""
+        lengths = {_place_of(trace.calls[index]): given for index, given in self.lengths.items()}
+        kept = {_place_of(trace.calls[index]): how for index, how in self.kept.items()}
+        names, unmarked = ("arguments", "copies", "cuts", "sometimes"), set[_Place]()
+        for call in calls:
+            place = (call.pattern, call.site.function, call.site.place)
+            unmarked |= {place} if call.site == CallSite(*place[1:]) else set()
+            needs = {name: getattr(call, name) for name in names} | {"lengths": lengths.get(place, ())}
+            if place in kept:
+                yield ReduceScatterCall(call.pattern, call.site, *kept[place], **needs)
+            else:
+                yield replace(call, lengths=needs["lengths"])
+        for place, given in lengths.items():
+            if place not in unmarked:
+                yield RewriteCall(place[0], CallSite(*place[1:]), lengths=given)
 
 
 def _by_place(

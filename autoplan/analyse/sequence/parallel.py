@@ -99,7 +99,8 @@ def place_sequence(
     result = reduce(_merged, placements)
     result.whole += refused
     try:
-        check_places(result.rescaled, shards)
+        for work in (result.work.lengths, result.work.kept):
+            check_places(work, shards)
         if context:
             leave_partial(flow, placement, result)
             take_halos(walks, flow, result)
@@ -129,6 +130,8 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
         mine = getattr(a, name)
         if isinstance(mine, dict | set):
             mine.update(more)
+    for name, work in vars(b.work).items():
+        getattr(a.work, name).update(work)
     a.whole += b.whole
     return a
 

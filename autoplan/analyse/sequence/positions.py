@@ -7,16 +7,17 @@ What counts is that the whole of it stands in one dim.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import prod
 from typing import Any
 
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record
 from autoplan.ops.records.on_shards import Indexed
-from autoplan.values import Symbolic, symbolics
+from autoplan.values import LengthArgument, SequenceName, Symbolic, symbolics
 
 # Events along the sequence that leave each position by itself.
 _LOCAL = frozenset({"free_a", "batch_a", "batch_w", "conv_group", "created", "const", "random"})
@@ -110,6 +111,27 @@ class Positions:
         call = self.trace.calls[index]
         passed = (item for _, item in symbolics((call.args, call.kwargs)))
         return [item for item in passed if any(map(self._is_length, item.parts("size")))]
+
+    def proportional_lengths(
+        self, index: int, is_local: Callable[[int, int], bool]
+    ) -> tuple[LengthArgument, ...] | None:
+        """Return where a call is passed lengths of shards; None if one is not proportional to them. `is_local`: whether
+        code reads a dim of a tensor off a shard."""
+        call, arguments = self.trace.calls[index], list[LengthArgument]()
+        for path, item in symbolics({"args": call.args, "kwargs": call.kwargs}):
+            values = []
+            for times in (1, 2, 5):
+
+                def size(tensor: int, dim: int, times: int = times) -> int:
+                    return self.trace.tensors[tensor].shape[dim] * (times if is_local(tensor, dim) else 1)
+
+                values.append(evaluate(item.origin, size, lambda _: 1))
+            once, *more = values
+            if once is None or any(value != once for value in more):
+                if once is None or more != [2 * once, 5 * once]:
+                    return None
+                arguments.append(LengthArgument(path, SequenceName("")))
+        return tuple(arguments)
 
     def _is_length(self, size: tuple[Any, ...]) -> bool:
         _, tensor, dim = size

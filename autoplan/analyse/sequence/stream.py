@@ -20,7 +20,7 @@ from autoplan.analyse.sequence.stream_state import (
 from autoplan.analyse.sequence.windows import Windows, own_queries
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.ops import call_record
-from autoplan.values import LengthArgument, SequenceName, Symbolic, symbolics
+from autoplan.values import SequenceName
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 __all__ = ["SequencePlacement", "Stream"]
@@ -80,8 +80,9 @@ class Stream(CutStream):
         self.cut: set[int] = set()
         self.index_crossings()
         result = self.result
-        for noted in (result.summed_parameters, result.random, result.attended, result.shared, result.rescaled):
-            noted.clear()
+        noted = (result.summed_parameters, result.random, result.attended, result.shared)
+        for each in (*noted, result.work.lengths, result.work.kept):
+            each.clear()
         for start, origin in self.starts.items():
             start_dim = self.positions.plain_dim(origin)
             if start_dim is None:
@@ -116,7 +117,10 @@ class Stream(CutStream):
             if index in self.told_whole or not self._is_position_independent(index):
                 refusal = self._whole("told-shard", index)
                 self._gather_around(index, refusal)
-                self.result.rescaled[index] = self._lengths_to_rescale(index, refusal)
+                lengths = self.positions.proportional_lengths(index, lambda t, d: self.local_size(t, d, index) < 0)
+                if lengths is None:
+                    raise Refused(refusal)
+                self.result.work.lengths[index] = lengths
                 self._cut_sums(index, outputs)
                 return
             self._note_gradients(index, inputs, cut)
@@ -156,7 +160,10 @@ class Stream(CutStream):
 
     def _cut_sums(self, index: int, outputs: list[int]) -> None:
         """A partial sum that leaves a region of the stack is scattered as it is summed."""
-        if index >= self.last_call:
+        if index in self.scattering:
+            self.result.work.kept[index] = self.positions.plain_dim(outputs[0]) or 0, SequenceName("")
+            self.cut.add(outputs[0])
+        if index >= self.last_call or index in self.scattering:
             return
         for tensor in outputs:
             for crossing in self.flow.leaving.get(tensor, []):
@@ -230,37 +237,17 @@ class Stream(CutStream):
         sizes = {size for tensor in self.flow.outputs[index] for size in self.trace.tensors[tensor].shape}
         return not any(
             item.value in sizes
-            and evaluate(item.origin, lambda t, d: self._local_size(t, d, index), lambda _: None) == item.value
+            and evaluate(item.origin, lambda t, d: self.local_size(t, d, index), lambda _: None) == item.value
             for item in self.positions.lengths_passed(index)
         )
 
     def _receives_local_length(self, index: int) -> bool:
         """Return whether a call on whole values gets a length that was read from a sharded one."""
         return any(
-            evaluate(item.origin, lambda t, d: self._local_size(t, d, index), lambda _: 1)
+            evaluate(item.origin, lambda t, d: self.local_size(t, d, index), lambda _: 1)
             != evaluate(item.origin, lambda t, d: self.trace.tensors[t].shape[d], lambda _: 1)
             for item in self.positions.lengths_passed(index)
         )
-
-    def _lengths_to_rescale(self, index: int, refusal: WholeSequence) -> tuple[LengthArgument, ...]:
-        """Return where a call on whole values is passed local lengths; all must be proportional to a length."""
-        call, tensors = self.trace.calls[index], self.trace.tensors
-
-        def value(item: Symbolic, times: int) -> int | None:
-            def size(tensor: int, dim: int) -> int:
-                local = self._local_size(tensor, dim, index) != tensors[tensor].shape[dim]
-                return tensors[tensor].shape[dim] * (times if local else 1)
-
-            return evaluate(item.origin, size, lambda _: 1)
-
-        found = []
-        for path, item in symbolics({"args": call.args, "kwargs": call.kwargs}):
-            once, *more = (value(item, times) for times in (1, 2, 5))
-            if any(number != once for number in more):
-                if once is None or more != [2 * once, 5 * once]:
-                    raise Refused(refusal)
-                found.append(LengthArgument(path, SequenceName("")))
-        return tuple(found)
 
     def _is_position_independent(self, index: int) -> bool:
         """Return whether a call makes the same for every position from nothing that has positions."""
@@ -271,11 +258,6 @@ class Stream(CutStream):
             and not any(self.positions.dims_of(t) for t in inputs)
             and all(self._made_of(t, index) is not None for t in carrying)
         )
-
-    def _local_size(self, tensor: int, dim: int, index: int) -> int:
-        size = self.trace.tensors[tensor].shape[dim]
-        shard = self.is_cut(tensor, index) and self.positions.has(self.shards.axes.of(tensor)[dim])
-        return -size if shard else size  # any other number will do
 
     # ------------------------------------------------------------------ boundaries
 
@@ -360,6 +342,7 @@ class Stream(CutStream):
         for _ in range(_MAKERS):
             self._cut_at_boundary(source, reader)
             reader = self.flow.producer.get(source, -1)
+            self.scatter_sum(reader)
             sources = self.flow.inputs[reader] if reader >= self.first_call else []
             sources = [t for t in sources if self.positions.dims_of(t)]
             if len(sources) != 1 or self.is_cut(sources[0], reader) or self._crosses(reader, sources):

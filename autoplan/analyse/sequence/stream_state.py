@@ -8,13 +8,15 @@ the whole sequence, not on both; and every run of a module needs the same of its
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
+from autoplan.analyse.placement.calls import SequenceWork
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term
+from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     AllReduce,
     AllReduceGradient,
@@ -22,7 +24,6 @@ from autoplan.values import (
     Call,
     CallRewrite,
     Finding,
-    LengthArgument,
     ModuleVisit,
     SequenceName,
     WithholdPartial,
@@ -74,8 +75,7 @@ class SequencePlacement:
     )  # values without positions -> calls on shards that read it
     attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (windows.py)
     calls: tuple[CallRewrite, ...] = ()  # what they become
-    # calls on whole values in code that sees shards -> where they are passed numbers proportional to a local length
-    rescaled: dict[int, tuple[LengthArgument, ...]] = field(default_factory=dict)
+    work: SequenceWork = field(default_factory=SequenceWork)  # of calls amid code that sees shards
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
     flattened: set[Crossing] = field(default_factory=set)
     whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
@@ -88,10 +88,7 @@ class SequencePlacement:
         crossings = (*(b for b, _ in keys), *self.reduce_scatters, *self.returned_shards)
         self.names = {crossing: SequenceName(name, crossing in self.flattened) for crossing in crossings}
         self.attended = dict.fromkeys(self.attended, SequenceName(name))
-        self.rescaled = {
-            index: tuple(replace(argument, sequence=SequenceName(name)) for argument in arguments)
-            for index, arguments in self.rescaled.items()
-        }
+        self.work = self.work.named(name)
 
     @property
     def applies(self) -> bool:
@@ -128,6 +125,7 @@ class CutStream:
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
         self.evened: set[HookPoint] = set()  # where that is done in all runs, if they have shards there
+        self.scattering: set[int] = set()  # calls inside modules that sum, and keep own positions
         self.told_whole: set[int] = set()  # calls that could make a value for own positions, but make it for all
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
         self.shares = shares  # may calls on shards read values without positions that others read, too?
@@ -215,6 +213,23 @@ class CutStream:
         producer = self.flow.producer.get(tensor, -1)
         before = (b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index)
         return sorted(before, key=lambda b: b.last - b.first)
+
+    def local_size(self, tensor: int, dim: int, index: int) -> int:
+        """Return the size of a dim for code at a call; a number that is not its size if it is shared out."""
+        size = self.trace.tensors[tensor].shape[dim]
+        shard = self.is_cut(tensor, index) and self.positions.has(self.shards.axes.of(tensor)[dim])
+        return -size if shard else size  # any other number will do
+
+    def scatter_sum(self, call: int) -> None:
+        """Keep own positions of the sum that a call leaves amid a module's code, if it can be."""
+        if self.placement.inside_reductions.get(call) is not Reduction.SUM or call < self.first_call:
+            return
+        inputs, (output, *more) = self.flow.inputs[call], self.flow.outputs[call]
+        all_split = all(self.shards.is_split(tensor) for tensor in inputs if tensor in self.flow.carries)
+        plain = self.positions.plain_dim(output) is not None and not self.positions.flattened(output)
+        if all_split and plain and not more and call not in self.scattering:
+            self.scattering.add(call)
+            raise Restart
 
     # ------------------------------------------------------------------ the end
 

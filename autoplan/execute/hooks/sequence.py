@@ -24,6 +24,7 @@ from autoplan.values import (
     ExchangeToPositions,
     NoteShard,
     OwnPositions,
+    ReduceScatterCall,
     ReduceScatterSequence,
     ScatterSequence,
     SequenceBoundary,
@@ -234,6 +235,11 @@ def _reduce_scatter(planned: ReduceScatterSequence, at: At) -> Change:
     if not planned.sequence.flattened:
         return lambda x: reduce_scatter(x, dim, group)
     return _flattened(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shards=False)
+
+
+@executes(ReduceScatterCall)
+def _call_to_positions(planned: ReduceScatterCall, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
+    return lambda func, args, kwargs: reduce_scatter(func(*args, **kwargs), planned.dim, at.group)
 
 
 OwnStream.gather = staticmethod(gather_sum)

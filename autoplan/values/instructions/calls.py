@@ -144,6 +144,19 @@ class SumCall(CallRewrite):
 
 
 @instruction
+class ReduceScatterCall(CallRewrite):
+    """A call that sums over a sharded axis, of which each rank keeps its own positions along `dim` (from the end)."""
+
+    dim: int
+    sequence: SequenceName
+
+    takes, gives = Spread.SHARD, Spread.SEQUENCE_SHARD
+    says = "output summed over ranks and sharded along the sequence"
+    cost = Cost("sum", "call")
+    collectives = (Move(Collective.REDUCE_SCATTER), Move(Collective.ALL_GATHER, backward=True))
+
+
+@instruction
 class MeanCall(CallRewrite):
     """A mean over an axis with equal shards: the means of the shards are averaged."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoplan
-from autoplan.values import AttentionCall, ExchangeToPieces, RewriteCall
+from autoplan.values import AttentionCall, ExchangeToPieces, ReduceScatterCall, RewriteCall
 
 WIDTH, HEADS = 32, 4
 
@@ -137,6 +137,34 @@ def test_both_on_four_processes() -> None:
     model = Decoder(lambda: Block(rotated))
     plan = autoplan.plan(model, tp_size=2, cp_size=2, inputs=_inputs(16))
     assert autoplan.verify(model, plan, inputs=_inputs(13), engine="gloo", checks=["forward"]).ok
+
+
+class Weights(nn.Module):
+    """A block whose weights are its own, as in code that is written with einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(WIDTH, HEADS, 8) / 6) for _ in range(3))
+        self.o = nn.Parameter(torch.randn(HEADS, 8, WIDTH) / 6)
+        self.up, self.down = (nn.Parameter(torch.randn(*shape) / 6) for shape in ((WIDTH, 64), (64, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (torch.einsum("btd,dhk->bhtk", y, w) for w in (self.q, self.k, self.v))
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        x = x + torch.einsum("bhtk,hkd->btd", _attended(q, k, v, seen), self.o)
+        return x + F.gelu(self.norm2(x) @ self.up) @ self.down
+
+
+def test_sums_inside_a_block_are_reduce_scattered() -> None:
+    model = Decoder(Weights)
+    over_cp = autoplan.plan(model, cp_size=2, inputs=_inputs(16))
+    assert over_cp.runtime.of(ReduceScatterCall)
+    assert autoplan.verify(model, over_cp, inputs=_inputs(13)).ok
+    sharded = autoplan.plan(model, tp_size=2, sequence_parallel=True, inputs=_inputs(16))
+    assert sharded.sequence_parallel and len(sharded.runtime.of(ReduceScatterCall)) == 2
+    assert autoplan.verify(model, sharded, inputs=_inputs(12), engine="gloo", checks=["forward"]).ok
 
 
 class WithTorchsAttention(Block):
