@@ -75,14 +75,17 @@ def place_sequence(
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
-        stream = None
+        stream, best = None, None
         ways = [(context, False), (False, False), (context, True)][: 3 if context else 1]
-        for outside, (apart, shares) in product((False, True), ways):
-            if stream is None or stream.refused:
-                walk = Stream(shards, flow, placement, names, context, apart, shares, outside)
-                stream = walk.run()
-            if stream is None:
+        for rescales, outside, (apart, shares) in product((False, True), (False, True), ways):
+            walk = Stream(shards, flow, placement, names, context, apart, shares, outside, rescales)
+            stream = walk.run()
+            if stream is None or (not stream.refused and walk.leaves_blocks_cut()):
                 break
+            if best is None or (best[1].refused and not stream.refused):
+                best = walk, stream
+        else:
+            walk, stream = best or (walk, stream)
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))
             continue

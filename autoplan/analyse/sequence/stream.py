@@ -301,6 +301,8 @@ class Stream(CutStream):
 
     def _gather_around(self, index: int, reason: WholeSequence) -> None:
         """Give the whole sequence to the innermost module around a call that takes in a cut value."""
+        if self.rescales:
+            return
         around = [(i, v) for i, v in enumerate(self.trace.visits) if v.calls[0] <= index < v.calls[1]]
         undone = False
         for number, visit in sorted(around, key=lambda item: item[1].calls[1] - item[1].calls[0]):

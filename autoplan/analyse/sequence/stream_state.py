@@ -116,11 +116,13 @@ class CutStream:
     def __init__(
         self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool = False,
         apart: bool = False, shares: bool = False, outside: bool = False,
+        rescales: bool = False,
     ) -> None:  # fmt: skip
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.made_at: dict[Crossing, int] = {}  # where a module returns it, if others than the first block read it, too
+        self.rescales = rescales  # does code with residuals see shards, rather than modules whose calls need lengths?
         self.outside = outside  # may the stream begin outside of the first block?
         self.result = SequencePlacement()
         self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
@@ -230,6 +232,11 @@ class CutStream:
         if all_split and plain and not more and call not in self.scattering:
             self.scattering.add(call)
             raise Restart
+
+    def leaves_blocks_cut(self) -> bool:
+        """Return whether what any block returns is a shard."""
+        returned = ((t, v.calls[1]) for v in self.trace.visits if v.module in self.names for _, t in v.outputs)
+        return any(self.is_cut(tensor, end) for tensor, end in returned)
 
     # ------------------------------------------------------------------ the end
 
