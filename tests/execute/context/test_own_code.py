@@ -139,6 +139,33 @@ def test_both_on_four_processes() -> None:
     assert autoplan.verify(model, plan, inputs=_inputs(13), engine="gloo", checks=["forward"]).ok
 
 
+class Mixer(Block):
+    """Attention with its norm and its residual in one module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        y = self.norm1(x)
+        return x + self.o(made_mask(self, self.q(y), self.k(y), self.v(y), batch, length))
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.norm = Mixer(made_mask), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mixer(x)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_a_residual_that_is_added_in_the_mixer_stays_on_own_positions() -> None:
+    model = Decoder(Around)
+    plan = autoplan.plan(model, cp_size=2, inputs=_inputs(16))
+    assert len(plan.runtime.of(ExchangeToPieces)) == 3 and autoplan.verify(model, plan, inputs=_inputs(13)).ok
+    assert autoplan.plan(model, tp_size=2, sequence_parallel=True, inputs=_inputs(16)).sequence_parallel
+
+
 class Weights(nn.Module):
     """A block whose weights are its own, as in code that is written with einsum."""
 
