@@ -112,25 +112,28 @@ class Positions:
         passed = (item for _, item in symbolics((call.args, call.kwargs)))
         return [item for item in passed if any(map(self._is_length, item.parts("size")))]
 
-    def proportional_lengths(
-        self, index: int, is_local: Callable[[int, int], bool]
-    ) -> tuple[LengthArgument, ...] | None:
-        """Return where a call is passed lengths of shards; None if one is not proportional to them. `is_local`: whether
-        code reads a dim of a tensor off a shard."""
+    def lengths_of_shards(self, index: int, is_local: Callable[[int, int], bool]) -> tuple[LengthArgument, ...] | None:
+        """Return where a call is passed lengths of shards; None if one is no multiple of them plus a number.
+        `is_local`: whether code reads a dim of a tensor off a shard."""
         call, arguments = self.trace.calls[index], list[LengthArgument]()
         for path, item in symbolics({"args": call.args, "kwargs": call.kwargs}):
-            values = []
-            for times in (1, 2, 5):
 
-                def size(tensor: int, dim: int, times: int = times) -> int:
-                    return self.trace.tensors[tensor].shape[dim] * (times if is_local(tensor, dim) else 1)
+            def value(local: int, other: int, item: Symbolic = item) -> int | None:
+                def size(tensor: int, dim: int) -> int:
+                    return self.trace.tensors[tensor].shape[dim] * (local if is_local(tensor, dim) else other)
 
-                values.append(evaluate(item.origin, size, lambda _: 1))
-            once, *more = values
-            if once is None or any(value != once for value in more):
-                if once is None or more != [2 * once, 5 * once]:
+                return evaluate(item.origin, size, lambda _: 1)
+
+            values = [value(*times) for times in ((1, 1), (2, 1), (5, 1), (1, 3), (2, 3))]
+            numbers = [number for number in values if number is not None]
+            if len(numbers) < len(values):
+                return None
+            once, twice, more, of_others, twice_of_others = numbers
+            plus = 2 * once - twice
+            if once != twice or once != more:
+                if more - once != 4 * (twice - once) or plus != 2 * of_others - twice_of_others:
                     return None
-                arguments.append(LengthArgument(path, SequenceName("")))
+                arguments.append(LengthArgument(path, SequenceName(""), plus))
         return tuple(arguments)
 
     def _is_length(self, size: tuple[Any, ...]) -> bool:

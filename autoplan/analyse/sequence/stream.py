@@ -117,7 +117,7 @@ class Stream(CutStream):
             if index in self.told_whole or not self._is_position_independent(index):
                 refusal = self._whole("told-shard", index)
                 self._gather_around(index, refusal)
-                lengths = self.positions.proportional_lengths(index, lambda t, d: self.local_size(t, d, index) < 0)
+                lengths = self.positions.lengths_of_shards(index, lambda t, d: self.local_size(t, d, index) < 0)
                 if lengths is None:
                     raise Refused(refusal)
                 self.result.work.lengths[index] = lengths

@@ -33,7 +33,7 @@ from autoplan.execute.hooks.exchange import positions_of_a_rank
 from autoplan.execute.parameters.held import memory_of, record_of
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Alone, Hold, Place, hold
-from autoplan.values import CallRewrite, CallSite, Cut
+from autoplan.values import CallRewrite, CallSite, Cut, LengthArgument
 
 Path = tuple[Any, ...]
 
@@ -73,7 +73,7 @@ class _PlannedCall:
             for path, passed, wanted in self.literals:
                 everything = _set(everything, path, partial(self._literal, passed, wanted))
             for length in self.planned.lengths:
-                everything = _set(everything, length.path, partial(self._of_all, length.sequence.name))
+                everything = _set(everything, length.path, partial(self._of_all, length))
             for path in self.planned.copies:
                 everything = _set(everything, path, lambda x: copy_to_ranks(x, self.at.group))
             args, kwargs = everything["args"], everything["kwargs"]
@@ -92,18 +92,16 @@ class _PlannedCall:
             raise other_branch(f"{self.at.where}: {self.site} passes {have}, but the plan was made for {passed}")
         return have * wanted // passed
 
-    def _of_all(self, sequence: str, have: int) -> int:
+    def _of_all(self, argument: LengthArgument, have: int) -> int:
         """Return the number for all positions, where the code passes that for those of a rank."""
         running = self.at.running
-        length = running.lengths[sequence]
-        own = positions_of_a_rank(length, running.sequence)
+        length = running.lengths[argument.sequence.name]
+        own, passed = positions_of_a_rank(length, running.sequence), have - argument.plus
         if have == -1 or running.runs_whole:
             return have
-        if have % own:
-            raise other_branch(
-                f"{self.at.where}: {self.site} passes {have}, which is not proportional to {own} positions"
-            )
-        return have // own * length
+        if passed % own:
+            raise other_branch(f"{self.at.where}: {self.site} passes {have}, but a rank has {own} positions")
+        return passed // own * length + argument.plus
 
 
 class PlannedCalls:

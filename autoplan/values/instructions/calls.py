@@ -50,11 +50,12 @@ class LiteralArgument:
 
 @dataclass(frozen=True)
 class LengthArgument:
-    """A number at `path` in a call's arguments that is proportional to the length of a sequence: the code passes that
-    of a rank's positions, and the call runs on all of them."""
+    """A number at `path` in a call's arguments that is a multiple of a sequence's length, `plus` a number: the code passes
+    that of a rank's positions, and the call runs on all of them."""
 
     path: tuple[Any, ...]
     sequence: SequenceName
+    plus: int = 0
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,11 @@ def convolved(block: Block, q: Tensor, k: Tensor, v: Tensor, batch: int, length:
     return F.silu(block.conv(v.mT)[..., :length].mT) * q * k
 
 
-MIXERS = (fused, made_mask, buffered_mask, merged_heads, rotated, decayed, convolved)
+def averaged(block: Block, q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Tensor:
+    return q * v.cumsum(1) / torch.arange(1, length + 1)[:, None]
+
+
+MIXERS = (averaged, fused, made_mask, buffered_mask, merged_heads, rotated, decayed, convolved)
 
 
 class Decoder(nn.Module):
