@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from autoplan.check.ranks.common import process_context
+
 from .worker import Outcome, judge, setting_of
 
 __all__ = ["Pool", "pools", "run_all"]
@@ -58,7 +60,7 @@ class Pool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = process_context()
         for rank in range(self.ranks):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, there), daemon=True)
