@@ -29,6 +29,7 @@ from autoplan.common.code.ways import others_of
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import plain_surroundings, untouched_randomness
+from autoplan.common.stages import seldom_collected
 from autoplan.decide.plan.folding import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model, same_plan
@@ -51,6 +52,7 @@ _DECISIVE = ("sharding", "parameters", "forward", "gradients", "second_shape", "
 
 
 @plain_surroundings()
+@seldom_collected()
 def verify(
     model: Any,
     plan: Plan | None = None,
