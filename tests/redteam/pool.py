@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import tempfile
 import time
@@ -106,6 +107,8 @@ def _serve(rank: int, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # parallelize collects garbage: it need not look at what was imported
     while True:
         try:
             name, store, fault, verify = pipe.recv()

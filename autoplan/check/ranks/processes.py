@@ -7,6 +7,7 @@ never moved into shared memory, and the caller's model is not touched. The first
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -137,6 +138,7 @@ def _rank_main(
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends this process
     sys.path[:] = places
+    gc.freeze()  # what the fork server imported stays: collections need not look at it
     try:
         result = _run(rank, world_size, folder, timeout, job)
         message = packed((True, time.monotonic(), result))
