@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.random_values import drawn_so_far
-from autoplan.hf.driving import PRELOADED
+from autoplan.hf.driving import SLOW_TO_IMPORT
 from autoplan.patches.simulated_ranks import host_generators
 
 
@@ -58,7 +58,8 @@ class RankTimeout(AutoplanError):
 
 
 # Modules that a rank or the scoreboard needs. A Python process has one fork server, so there is one list.
-_PRELOADED = ["torch.distributed.tensor", *PRELOADED, "autoplan.check.scoreboard.score", "autoplan.check.ranks.threads"]
+PRELOADED = ["torch.distributed.tensor", *SLOW_TO_IMPORT]
+PRELOADED += ["autoplan.check.ranks.threads", "autoplan.check.scoreboard.score"]
 
 
 def process_context() -> Any:
@@ -66,7 +67,7 @@ def process_context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
