@@ -23,8 +23,9 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-# Tests run in so many processes, file by file: SPREAD= runs them in one. Three keep two cores busy: some tests wait.
-SPREAD ?= -n 3 --dist loadfile
+# Tests run in so many processes, file by file, in the order of tests/conftest.py: SPREAD= runs them in one. Three keep
+# two cores busy: some tests wait.
+SPREAD ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
 HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities bitsandbytes torchao compressed-tensors loguru \
