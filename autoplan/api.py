@@ -18,7 +18,7 @@ from typing import Any, Unpack
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoplan.capture.fx_graph import graph_of
+from autoplan.capture.capture import graph_of
 from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.rule_files import with_rules
