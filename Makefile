@@ -23,8 +23,9 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-# Tests run in so many processes, file by file: SPREAD= runs them in one. Three keep two cores busy: some tests wait.
-SPREAD ?= -n 3 --dist loadfile
+# Tests run in so many processes, file by file, in the order of tests/conftest.py: SPREAD= runs them in one. Three keep
+# two cores busy: some tests wait.
+SPREAD ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
 HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities bitsandbytes torchao compressed-tensors loguru \
@@ -36,7 +37,7 @@ DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel s
 # stays as it is.
 WILD   ?= $(shell sed 's/\#.*//' tests/outside/wild/packages.txt)
 
-.PHONY: help demo test test-long test-all test-hosts test-newest test-oldest test-wild test-theirs test-redteam lint format types docs fuzz bench bench-gpu wheel relock clean
+.PHONY: help demo test test-long test-all test-hosts test-rest test-newest test-oldest test-wild test-theirs test-redteam lint format types docs fuzz bench bench-gpu wheel relock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -86,7 +87,10 @@ test-all: $(VENV)/dev  ## run every test
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-hosts: $(VENV)/hosts  ## run what needs other libraries: models under PEFT, plans in Automodel's hands
-	$(BIN)/python -m pytest -m hosts
+	$(BIN)/python -m pytest -m hosts $(SPREAD)
+
+test-rest: $(VENV)/hosts  ## both of these in one run, as CI does
+	$(BIN)/python -m pytest -m "(long and not slow) or hosts" $(SPREAD)
 
 # Other versions than the locked ones, each in an environment of its own; docs/versions.md is written. They gate nothing.
 BUDGET ?= 1500

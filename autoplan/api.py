@@ -18,13 +18,14 @@ from typing import Any, Unpack
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoplan.capture.fx_graph import graph_of
+from autoplan.capture.capture import graph_of
 from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.rule_files import with_rules
 from autoplan.common.options import TRIAL_SECONDS, Keywords, Options, Wish, check_argument
 from autoplan.common.random_values import plain_surroundings
 from autoplan.common.requirements import check_versions
+from autoplan.common.stages import seldom_collected
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.agreement import fail_together
@@ -41,6 +42,7 @@ from autoplan.values import Plan
 
 
 @plain_surroundings()
+@seldom_collected()
 def plan(
     model: Model,
     tp_size: int = 1,

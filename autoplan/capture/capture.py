@@ -8,6 +8,7 @@ fake versions), on a copy with real but hollow parameters. The trace says which 
 from __future__ import annotations
 
 import gc
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,7 +17,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autoplan.capture.called import PART, TRAINING
 from autoplan.capture.dry_run import SMALL, Twin, fake_mode, quiet
@@ -29,7 +30,7 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.common.patterns import holders
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.torch_internals import FakeTensorMode, own_modules
-from autoplan.values import Fold, Trace
+from autoplan.values import Fold, Op, Ref, Symbolic, Trace
 
 _MOST_REAL = 4_000_000_000  # most parameters of a model that is run on hollow real tensors
 _LISTED = 3  # fewest tensors in a returned list that may be the outputs of blocks
@@ -292,3 +293,64 @@ def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
         followers = tuple((key, first[kinds[key]]) for key in idle if kinds[key] in first)
         if followers:
             yield Fold(name, followers)
+
+
+# Show a trace as a `torch.fx.Graph`: to print, to draw, to post-process with FX's own tools.
+#
+# Every aten op is a node in the order in which it ran; parameters and buffers are `get_attr` nodes under their names,
+# inputs are placeholders. `node.meta` has what the trace knows: "module" (whose Python made the op), "shape",
+# "dtype".
+
+
+def graph_of(trace: Trace) -> fx.Graph:
+    """Return the ops of a trace as an FX graph. It shows one run: its sizes are the numbers of that run."""
+    graph = fx.Graph()
+    nodes: dict[int, fx.Node] = {}
+    for index, tensor in enumerate(trace.tensors):
+        if tensor.kind in ("input", "constant"):
+            node = graph.placeholder(f"{tensor.kind}_{index}")
+        elif tensor.kind in ("parameter", "buffer") and tensor.names:
+            node = graph.get_attr(tensor.names[0])
+        else:
+            continue
+        node.meta.update(shape=tensor.shape, dtype=tensor.dtype, names=tensor.names)
+        nodes[index] = node
+    for op in trace.ops:
+        node = graph.call_function(_target(op), _plain(op.args, nodes), _plain(op.kwargs, nodes))
+        node.meta.update(module=op.module)
+        # Several outputs are bound through `getitem`; an op that returns its input gives it a new node
+        for position, item in enumerate(op.outputs):
+            if isinstance(item, Ref):
+                info = trace.tensors[item.id]
+                output = node if len(op.outputs) == 1 else graph.call_function(operator.getitem, (node, position))
+                output.meta.update(module=op.module, shape=info.shape, dtype=info.dtype)
+                nodes[item.id] = output
+    results = tuple(nodes[t] for visit in trace.visits if visit.parent is None for _, t in visit.outputs if t in nodes)
+    graph.output(results)
+    graph.lint()
+    return graph
+
+
+def _target(op: Op) -> Any:
+    packet = getattr(torch.ops.aten, op.name, None)
+    overload = getattr(packet, op.overload, None) if packet is not None else None
+    if overload is not None:
+        return overload
+
+    def stands_for(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{op.name}.{op.overload} is not an aten op: the graph can be read, but not run")
+
+    stands_for.__name__ = stands_for.__qualname__ = f"{op.name}_{op.overload}".replace(".", "_").replace(":", "_")
+    return stands_for
+
+
+def _plain(value: Any, nodes: dict[int, fx.Node]) -> Any:
+    if isinstance(value, Ref):
+        return nodes.get(value.id)
+    if isinstance(value, Symbolic):
+        return value.value
+    if isinstance(value, tuple):
+        return tuple(_plain(item, nodes) for item in value)
+    if isinstance(value, dict):
+        return {key: _plain(item, nodes) for key, item in value.items()}
+    return value

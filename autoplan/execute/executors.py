@@ -151,7 +151,7 @@ class Running:
     depth: int = 0
     context: bool = False  # whether outputs hold each rank's own positions only
     picks: str = ""  # the argument of this call that may select positions
-    can_run_whole: bool = False  # whether calls with a cache are run whole (hooks/whole.py)
+    can_run_whole: bool = False  # whether calls with a cache are run whole (hooks/root.py)
     runs_whole: bool = False  # whether this one is
     more_groups: dict[str, RankGroup] = field(default_factory=dict)  # with a second split: the groups "cp" and "all"
 

@@ -51,6 +51,7 @@ class Reading:
         self.kinds = {type(module) for module in model.modules()}
         self.packages = {_package(base) for kind in self.kinds for base in kind.__mro__} - {*VERSIONED}
         self.memo: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.hashes: dict[FunctionType, str] = {}  # of functions' own code, which is the same at each depth
 
     def module(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module, by name."""
@@ -138,10 +139,12 @@ class Reading:
         read = self._mapping({name: spaces[name] for name in names if name in spaces}, depth)
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         around = (function.__defaults__, function.__kwdefaults__, cells)
-        # The source, if it has its own: compiled code differs between versions of Python.
-        source = source_of(function) if function.__name__ != "<lambda>" else None
-        text = source or "\n".join(_compiled(function.__code__))
-        return [hashlib.sha256(text.encode()).hexdigest()[:16], read, self._list(around, depth)]
+        if function not in self.hashes:
+            # The source, if it has its own: compiled code differs between versions of Python.
+            source = source_of(function) if function.__name__ != "<lambda>" else None
+            text = source or "\n".join(_compiled(function.__code__))
+            self.hashes[function] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return [self.hashes[function], read, self._list(around, depth)]
 
     def _is_own(self, thing: Any) -> bool:
         """Return whether code has no version: it is the model's, or its package is not installed."""

@@ -29,9 +29,8 @@ from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
 from autoplan.execute.hooks.install import ModuleWork, install, keep_order
 from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
-from autoplan.execute.hooks.root import install_root
+from autoplan.execute.hooks.root import can_run_whole, install_root
 from autoplan.execute.hooks.unseen import watch_unrecorded
-from autoplan.execute.hooks.whole import can_run_whole
 from autoplan.execute.parameters.optimizer import stop_following
 from autoplan.execute.parameters.shard import prepare_parameters
 from autoplan.execute.reproducible import make_reproducible

@@ -20,7 +20,7 @@ from autoplan.values.estimate import Row
 
 # Set up transformers in a new process, before it runs a model that was built elsewhere.
 
-PRELOADED = "transformers.modeling_utils"  # slow to import
+SLOW_TO_IMPORT = ("transformers.modeling_layers", "transformers.masking_utils")
 
 
 def note_what_is_collected(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoplan
+from autoplan.check.ranks.common import process_context
 from autoplan.patches.seeding import Lifted
 
 __all__ = ["Job", "Outcome", "run_jobs"]
@@ -55,7 +56,7 @@ class Outcome:
 
 def run_jobs(jobs: list[Job], timeout: float = 300) -> list[Outcome]:
     """Start two processes, run every job in both, return rank 0's outcomes."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = process_context()
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
         processes = [context.Process(target=_worker, args=(rank, jobs, f"{folder}/store", queue)) for rank in range(2)]

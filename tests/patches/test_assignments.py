@@ -17,7 +17,7 @@ INSTANCES = {
     ("autoplan/check/audit/executors.py", "module"): "head counts of a module that is sharded",
     ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
     ("autoplan/execute/guard/sizes.py", "PartSize"): "a class of ours",
-    ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
+    ("autoplan/check/verify/compare.py", "self"): "an object of ours",
     ("autoplan/execute/vocabulary/split_logits.py", "part.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "logits.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "detached.__class__"): "a tensor that was made here",
@@ -48,7 +48,7 @@ INSTANCES = {
     ("autoplan/forecast/sharded.py", "value"): "settings of a copy without storage",
     ("autoplan/hf/shrink.py", "section"): "a copy of a config, for the tiny clone",
     ("autoplan/execute/hooks/sequence.py", "tensor"): "a mark on one tensor",
-    ("autoplan/execute/hooks/whole.py", "value"): "a mark on one cache",
+    ("autoplan/execute/hooks/root.py", "value"): "a mark on one cache",
     ("autoplan/execute/parameters/held.py", "parameter"): "a mark on one parameter",
     ("autoplan/execute/parameters/optimizer.py", "optimizer"): "a mark on one optimizer",
 }

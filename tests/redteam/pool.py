@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import tempfile
 import time
@@ -13,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+
+from autoplan.check.ranks.common import process_context
 
 from .worker import Outcome, judge, setting_of
 
@@ -58,7 +61,7 @@ class Pool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = process_context()
         for rank in range(self.ranks):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, there), daemon=True)
@@ -104,6 +107,8 @@ def _serve(rank: int, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # parallelize collects garbage: it need not look at what was imported
     while True:
         try:
             name, store, fault, verify = pipe.recv()

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.random_values import drawn_so_far
+from autoplan.hf.driving import SLOW_TO_IMPORT
 from autoplan.patches.simulated_ranks import host_generators
 
 
@@ -56,12 +57,17 @@ class RankTimeout(AutoplanError):
     """Simulated ranks did not finish: usually they wait in different collectives."""
 
 
-def process_context(preloaded: list[str]) -> Any:
-    """Return a context that starts processes, from a fork server with these modules loaded if the system has one."""
+# Modules that a rank or the scoreboard needs. A Python process has one fork server, so there is one list.
+PRELOADED = ["torch.distributed.tensor", *SLOW_TO_IMPORT]
+PRELOADED += ["autoplan.check.ranks.threads", "autoplan.check.scoreboard.score"]
+
+
+def process_context() -> Any:
+    """Return a context that starts processes, from a fork server that has imported what they need, if possible."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preloaded)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

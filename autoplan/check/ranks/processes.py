@@ -1,12 +1,13 @@
 """Ranks as processes with a real gloo process group on the loopback device.
 
-Processes come from a fork server that has loaded torch and does nothing else, so that the second run does not pay for
-the imports again and no forked child inherits a thread. Arguments and results travel as pickled bytes: tensors are
-copied, never moved into shared memory, and the caller's model is not touched. The first rank that fails ends the run.
+Processes come from a fork server that has imported what they need and does nothing else, so that none pays for the
+imports again and no forked child inherits a thread. Arguments and results travel as pickled bytes: tensors are copied,
+never moved into shared memory, and the caller's model is not touched. The first rank that fails ends the run.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -31,13 +32,11 @@ from torch.nn.utils import parametrize
 from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout, end_process, process_context
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.rule_files import from_here
-from autoplan.hf.driving import PRELOADED
 from autoplan.patches.kernels import on_reference_path
 
 CANNOT_TRAVEL = (pickle.PicklingError, AttributeError, TypeError)  # raised by pickle: lambdas, local classes, locks
 _GRACE = 5.0  # seconds in which a rank may end by itself
 _LAST_WORDS = 1.0  # seconds after a failure in which another rank may turn out to be lost
-_PRELOADED = ["torch", "torch.distributed.tensor", PRELOADED]
 
 
 def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
@@ -54,7 +53,7 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
             "a daemonic process cannot start rank processes",
             hint="plan in the main process or in a non-daemonic one, and pass the plan on",
         )
-    context, places = process_context(_PRELOADED), from_here()
+    context, places = process_context(), from_here()
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:
         processes, pipes = [], []
         try:
@@ -139,6 +138,7 @@ def _rank_main(
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends this process
     sys.path[:] = places
+    gc.freeze()  # what the fork server imported stays: collections need not look at it
     try:
         result = _run(rank, world_size, folder, timeout, job)
         message = packed((True, time.monotonic(), result))

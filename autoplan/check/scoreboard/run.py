@@ -29,12 +29,6 @@ from autoplan.version import __version__
 
 Progress = Callable[[int, int, str, Score | None], None]  # done, total, the one that starts or ended, its score
 
-_PRELOADED = [
-    "autoplan.check.scoreboard.score",
-    "autoplan.planning",
-    "autoplan.check.ranks.threads",
-    "autoplan.check.verify.checks",
-]
 _GRACE = 3.0  # seconds between asking a process to end and killing it
 
 
@@ -124,7 +118,7 @@ def _scores(
     wanted: list[tuple[str, str]], how: How, jobs: int, timeout: float, progress: Progress | None
 ) -> Iterator[tuple[int, Score]]:
     """Yield each architecture's number and score, as they end."""
-    context = process_context(_PRELOADED)
+    context = process_context()
     waiting = list(enumerate(wanted))[::-1]
     running: list[_Running] = []
     done = 0

@@ -24,8 +24,8 @@ from autoplan.capture.outside import refusing_outsiders, replacing
 from autoplan.check.ranks.common import Budget, RankError, RankTimeout
 from autoplan.check.ranks.run import Engine, run_processes, run_ranks
 from autoplan.check.verify.checks import CHECKS
+from autoplan.check.verify.compare import measured_traffic
 from autoplan.check.verify.subject import state_kept
-from autoplan.check.verify.traffic import measured_traffic
 from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.layout import Layout

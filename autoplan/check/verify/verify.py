@@ -21,14 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoplan.check.ranks.common import GENERATORS, Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine, travels
 from autoplan.check.verify.clone import Clone, MeshSizes, Sizes, clone_of, parse_mesh, tried_sizes
-from autoplan.check.verify.compare import capabilities_of, plan_for
+from autoplan.check.verify.compare import against_the_least, capabilities_of, plan_for
 from autoplan.check.verify.on_ranks import cut_together, mesh_of, sharding_of, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
-from autoplan.check.verify.traffic import against_the_least
 from autoplan.common.code.ways import others_of
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import plain_surroundings, untouched_randomness
+from autoplan.common.stages import seldom_collected
 from autoplan.decide.plan.folding import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model, same_plan
@@ -51,6 +51,7 @@ _DECISIVE = ("sharding", "parameters", "forward", "gradients", "second_shape", "
 
 
 @plain_surroundings()
+@seldom_collected()
 def verify(
     model: Any,
     plan: Plan | None = None,

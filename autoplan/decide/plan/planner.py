@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.analyse.picture.dataflow import dataflow
-from autoplan.analyse.picture.flow import Flow
-from autoplan.analyse.picture.obstacles import obstacles
+from autoplan.analyse.picture.flow import Flow, obstacles
 from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches, starred
 from autoplan.decide.match import MOST_STEPS, Matching, match_rules

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autoplan.analyse.picture.obstacles import obstacles
+from autoplan.analyse.picture.flow import obstacles
 from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import starred
 from autoplan.decide.written_plans.choices import CUTS
