@@ -20,6 +20,7 @@ SAMPLE = [name for name in NAMES if fnmatch(name, "*@tp2*")][::10]
 
 # For each class a case that is exact, where a spoilt weight of one rank must show; and where ranks sum, a sum left out.
 SPOILT = {
+    "afterlives": "ObservedHidden",
     "afterwards": "TwoRunsOneDetached",
     "algebra": "HeadsInBatch",
     "aliasing": "ReluInPlace",

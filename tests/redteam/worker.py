@@ -101,7 +101,7 @@ def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wron
 def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: str) -> Outcome:
     _MOVED.clear()
     before = _surroundings()
-    proven, where, split = None, "plan", 0
+    proven, where, split, worst, at = None, "plan", 0, 0.0, ""
     try:
         made = _plan_for_faults(name) if fault else _plan(case, setting)
         proven = made.proof.ok if hasattr(made, "proof") else None
@@ -111,13 +111,15 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         sharded = autoplan.parallelize(build(case), mesh, made, **case.options, **unguarded)
         split = sum(isinstance(p, DTensor) and not p.placements[-1].is_replicate() for p in sharded.parameters())
         with _planted(fault, sharded):
-            worst, at, names = 0.0, "", iter([*(step.name for step in steps), "end"])
+            names = iter([*(step.name for step in steps), "end"])
             compared = _compared(case, sharded, steps)
             where = next(names)
             for name_of_step, (error, key) in compared:
                 worst, at = max((worst, at), (error, f"{name_of_step}: {key}"))
                 where = next(names, "end")
     except autoplan.AutoplanError as error:
+        if worst > case.tolerance:  # a refusal that comes after a wrong value comes too late
+            return Outcome(name, "wrong", worst, at, f"then refused: {error}", proven, None, split)
         return Outcome(name, "refused", 0.0, where, str(error), proven, None, split)
     except Exception as error:  # any other exception is what "raw" means
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"

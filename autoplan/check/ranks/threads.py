@@ -5,7 +5,8 @@ Torch's state per process is replaced by `patches/simulated_ranks.py`; this file
 Threads share what processes do not, so each rank gets its own: the process-group world, the registries behind
 functional collectives, the random generators of torch, numpy and Python, and backward passes that stay in the rank's
 thread. A process group that exists in this process is set aside for the run and put back after it; only *other* Python
-threads of the process must not start collectives meanwhile. Default dtype and monkeypatches stay shared.
+threads of the process must not start collectives meanwhile. Default dtype, warnings filters and monkeypatches stay
+shared; two ranks whose forward sets the first two for its own duration may leave them set, so they are put back.
 
 If a rank raises, the others leave their collectives, and the caller sees the exception. Ranks that wait for each other
 in different collectives are noticed after a few seconds, long before the time limit.
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -97,6 +99,8 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
                 host_generators(lambda: _this.host),
             ):
                 stack.enter_context(context)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            stack.callback(setattr, warnings, "filters", warnings.filters)
             simulated_ranks.know_backend(_make_group)
             store = simulated_ranks.store_of_threads()
             for number in range(world_size):

@@ -46,6 +46,12 @@ def form_of(literals_say: Callable[[str], str], function: Any, args: Any, kwargs
     return _written(name, words, words)
 
 
+def without_length(form: str, is_length: Callable[[], bool]) -> str:
+    """Return the form without the note that a number equals the tensor's leading size, unless it can be that size."""
+    note = f"@{_LEADING}:"
+    return form.replace(note, "", 1) if note in form and not is_length() else form
+
+
 def form_of_given(arguments: Iterable[Any]) -> str:
     """Return the form of an autograd function's arguments, any of which its backward may use."""
     words = [word for value in arguments for word in _words(value)]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.code.code_place import outer_stores
-from autoplan.common.code.forms import form_of, form_of_given
+from autoplan.common.code.forms import form_of, form_of_given, without_length
 from autoplan.common.code.ways import ENTRY, Follower, Key, Tracer, is_module_call, key_in, source_line
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.torch_internals import DisableTorchFunction
@@ -84,6 +84,7 @@ class Watch(Tracer):
             self.counts.setdefault(id(modules.get(name)), set()).add(attribute)
         self.strays: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
+        self.lengths: set[int] = set()  # that `len` of a part has answered
         self.exits: dict[str, str] = {}  # sentences, with hints
         self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # partial gradients that a hook got, with words
         self.reads_values = False
@@ -227,6 +228,8 @@ class Watch(Tracer):
                 return result
             if kind == PART and name in _SIZES:
                 result = self._sizes(name, args, result)
+            elif name == "__len__":
+                self.lengths.add(result)
             whole = whole_shape(function, args, kwargs, result, self.marks.shape_of) if kind == PART else None
             self.marks.add(result, kind, whole)
             if name == "register_hook" and len(args) > 1 and (code := keeping_code(args[1])) is not None:
@@ -266,6 +269,12 @@ class Watch(Tracer):
             compared = f"compares {here[0]} with {here[1]}; for the full value, {whole[0]} with {whole[1]}"
             self.sizes[f"{source_line(frame.f_code, frame.f_lasti)} ({compared})"] = None
 
+    def _is_length(self, caller: Follower, args: Any) -> bool:
+        """Return whether a number that equals a tensor's leading size may be `len` of it, not a number of the caller's:
+        the leading dim is whole, or the code asked for that length."""
+        size, whole = args[0].shape[0], self.marks.shape_of(args[0])
+        return (whole is not None and whole[0] == size) or size in self.lengths or "int" in caller.facts.code.co_names
+
     def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
         if self.marks.kind_in((args, kwargs)) == PART:
             self._compare(function, args, kwargs, sys._getframe(2))
@@ -277,6 +286,7 @@ class Watch(Tracer):
         if caller is None or caller.known is _EVERY:
             return
         form, place = form_of(literals_say, function, args, kwargs), caller.facts.call_at(caller.frame.f_lasti)
+        form = without_length(form, partial(self._is_length, caller, args))
         forms = self.guard.forms.get(self._key(caller), {}).get(place)
         if form and (forms is None or not forms.has(form, self.guard.edited_names)):
             text = f"{source_line(caller.facts.code, place)} [{form}]"

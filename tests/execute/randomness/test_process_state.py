@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import warnings
 from typing import Any
 
 import numpy
@@ -119,6 +121,26 @@ def test_planning_and_proving_leave_everything() -> None:
     assert autoplan.verify(model, plan, inputs=INPUTS).ok
     autoplan.audit(model, plan, inputs=INPUTS)
     print(plan, plan.explain("rise"))
+    assert changes(before, process_state()) == []
+
+
+def test_settings_that_two_ranks_set_by_turns_are_as_before() -> None:
+    """Rank 1 begins after rank 0 has set them, and ends last: it puts back what rank 0 had set."""
+    begun, ended = [threading.Event() for _ in range(2)], threading.Event()
+
+    def set_by_turns(rank: int) -> None:
+        assert not rank or begun[0].wait(30)
+        dtype = torch.get_default_dtype()
+        with warnings.catch_warnings():
+            torch.set_default_dtype(torch.float64)
+            warnings.simplefilter("ignore")
+            begun[rank].set()
+            assert (ended if rank else begun[1]).wait(30)
+        torch.set_default_dtype(dtype)
+        ended.set()
+
+    before = process_state()
+    run_ranks(set_by_turns, 2)
     assert changes(before, process_state()) == []
 
 
