@@ -50,8 +50,8 @@ class LiteralArgument:
 
 @dataclass(frozen=True)
 class LengthArgument:
-    """A number at `path` in a call's arguments that is a multiple of a sequence's length, `plus` a number: the code passes
-    that of a rank's positions, and the call runs on all of them."""
+    """A number at `path` in a call's arguments: a multiple of a sequence's length, `plus` a number. The code passes that
+    of a rank's positions, and the call runs on all of them."""
 
     path: tuple[Any, ...]
     sequence: SequenceName
