@@ -50,7 +50,7 @@ class LiteralArgument:
 
 @dataclass(frozen=True)
 class LengthArgument:
-    """A number at `path` in a call's arguments: a multiple of a sequence's length, `plus` a number. The code passes that
+    """A number at `path` in a call's arguments, a multiple of a sequence's length `plus` a number: the code passes that
     of a rank's positions, and the call runs on all of them."""
 
     path: tuple[Any, ...]
