@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
+import functools
 import inspect
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ MASK = Want("bool", (_B, _L))
 WAVE = Want("float", (_B, "samples"))
 NONE = Want("none")
 
+_FUNCTIONS = (torch.relu, torch.softmax, torch.mul)  # of a tensor, of a tensor along a dim, of several
 _SEVERAL = (2, 3, 1, 4)  # arguments that a `*rest` may stand for
 _USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTURE, MASK, NONE)
 
@@ -146,7 +149,9 @@ def keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
 def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
     """Yield what such an argument usually is, the likeliest first; `first`: the first layer counts before the name."""
     names = usual_names()
-    annotated = _annotated(parameter.annotation) or _record(parameter.annotation, model)
+    plain = list(_plain(parameter, model))
+    yield from plain
+    annotated = _record(parameter.annotation, model) or _annotated(parameter.annotation)
     if annotated is not None:
         if annotated.value is tuple and names.states.search(parameter.name):
             yield from (_of_each(len(annotated.items), state) for state in _recurrent(model))
@@ -166,13 +171,86 @@ def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -
             yield want
 
 
+def _without_none(annotation: Any) -> Any:
+    """Return what an annotation says of an argument that is not None."""
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return annotation
+    others = [argument for argument in typing.get_args(annotation) if argument is not type(None)]
+    return others[0] if len(others) == 1 else annotation
+
+
 def _record(annotation: Any, model: nn.Module) -> Want | None:
-    """Return an instance of an annotated dataclass, with its required fields."""
-    if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
+    """Return an instance of an annotated class with its required fields: a dataclass, a named tuple, a typed dict; or
+    a dict with all members of an Enum as keys."""
+    annotation = _without_none(annotation)
+    keys = typing.get_args(annotation)[:1] if typing.get_origin(annotation) in (dict, Mapping) else ()
+    if keys and isinstance(keys[0], enum.EnumType):
+        plain = not issubclass(keys[0], int | str)  # members that are numbers or strings are keys as they are
+        held = {f"{keys[0].__name__}.{member.name}" if plain else member: member.name for member in keys[0]}
+        items = of_items("dict", {name: field_of(None, name) for name in held.values()}, model).items
+        return Want("dict", value=keys[0] if plain else None, items=tuple(zip(held, dict(items).values(), strict=True)))
+    if not isinstance(annotation, type):
         return None
-    wanted = [one for one in dataclasses.fields(annotation) if one.init and one.default is dataclasses.MISSING]
-    fields = [one.name for one in wanted if one.default_factory is dataclasses.MISSING]
-    return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
+    if dataclasses.is_dataclass(annotation):
+        wanted = [one for one in dataclasses.fields(annotation) if one.init and one.default is dataclasses.MISSING]
+        fields = [one.name for one in wanted if one.default_factory is dataclasses.MISSING]
+        return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
+    if typing.is_typeddict(annotation):
+        fields = sorted(annotation.__required_keys__, key=list(annotation.__annotations__).index)
+        return of_items("dict", {name: field_of(annotation, name) for name in fields}, model)
+    if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
+        fields = [name for name in annotation._fields if name not in annotation._field_defaults]
+        items = of_items("record", {name: field_of(annotation, name) for name in fields}, model).items
+        return Want("list", value=annotation, items=tuple(enumerate(want for _, want in items)))
+    return None
+
+
+def _plain(parameter: inspect.Parameter, model: nn.Module) -> Iterator[Want]:
+    """Yield plain values for an argument that the forward compares with strings, or calls."""
+    annotation = _without_none(parameter.annotation)
+    if typing.get_origin(annotation) is typing.Literal or isinstance(annotation, enum.EnumType):
+        values = annotation if isinstance(annotation, enum.EnumType) else typing.get_args(annotation)
+        yield from (Want("value", value=value) for value in values)
+        return
+    strings, calls = _uses(getattr(type(model).forward, "__wrapped__", type(model).forward))
+    yield from (Want("value", value=value) for value in strings.get(parameter.name, ()))
+    if (given := calls.get(parameter.name)) is not None and annotation in (inspect.Parameter.empty, typing.Any):
+        yield Want("value", value=_FUNCTIONS[given])
+    elif typing.get_origin(annotation) is Callable or annotation in (Callable, typing.Callable):
+        yield Want("value", value=_FUNCTIONS[given or 0])
+
+
+@functools.lru_cache(maxsize=64)
+def _uses(function: Any) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Return the strings that each argument of a function is compared with, and with how many arguments each argument
+    is called: 0 for one, 1 for one and a dim, 2 for more."""
+    strings: dict[str, list[str]] = {}
+    calls: dict[str, int] = {}
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return strings, calls
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return strings, calls
+    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=ast.Name(id=name), comparators=[other]):
+                constants = [n.value for n in ast.walk(other) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            case ast.Match(subject=ast.Name(id=name)):
+                values = [n for case in node.cases for n in ast.walk(case.pattern) if isinstance(n, ast.Constant)]
+                constants = [n.value for n in values if isinstance(n.value, str)]
+            case ast.Call(func=ast.Name(id=name), args=[_, *more]):
+                if name in names:
+                    has_dim = bool(more) and isinstance(more[0], ast.Constant | ast.UnaryOp)
+                    calls.setdefault(name, 1 if has_dim else 2 if more else 0)
+                continue
+            case _:
+                continue
+        if name in names and constants:
+            strings[name] = list(dict.fromkeys([*strings.get(name, ()), *constants]))
+    return strings, calls
 
 
 def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module, cls: Any = None) -> Want:

@@ -48,6 +48,7 @@ _MOST_ELEMENTS = 2_000_000  # of all arguments together
 _MOST_MORE = 30  # tries for an optional argument
 _TARGETS = 6  # tries for targets
 _MOST_RANKS = 12  # tries for calls with a dim more or less, of which one runs in training
+_MOST_MASKS = 6  # tries for a mask
 _MOST_DIMS = 4  # tries for the same call with other dims
 _WORTH = 0.001  # share of unread weights below which no further argument is added
 
@@ -303,6 +304,21 @@ class Search:
                         : max(2 * _TARGETS - len(wants), 0)
                     ]
         return chance
+
+    def with_masks(self, state: State, other: State | None) -> State | None:
+        """Return the call with the masks that it may take, if it runs in both sizes: a path of its own."""
+        call = state
+        with untouched_randomness(self.seed), quiet():
+            for parameter in self.arguments.optional:
+                usual = itertools.islice(self.arguments.usual(parameter, self.model), _MOST_MASKS)
+                wants = () if state.holds(parameter.name) else [want for want in usual if want.kind != "none"]
+                for want in wants if wants and wants[0].kind in ("bool", "nowhere") else ():
+                    masked = call.with_want((parameter.name,), want)
+                    sizes = (state, other) if other is not None else (state,)
+                    if not any(self._try(replace(masked, named=s.named), "a mask").failed for s in sizes):
+                        call = masked
+                        break
+        return None if call == state else call
 
     def _all_rows(self, step: Step) -> Step:
         """Return the step with ids from the whole table that they index."""
