@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.feeding.failure import is_nothing
+from autoplan.capture.feeding.failure import is_nothing, is_number
 from autoplan.capture.feeding.names import passed_on, usual_names
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.common.conventions import conventions
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
-_PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
+_PLAIN = {int: 1, float: 1.0, bool: False, "int": 1, "float": 1.0, "bool": False}
 
 IDS = Want("ids", (_B, _L))
 SEQUENCE = Want("float", (_B, _L, _W))
@@ -36,7 +36,6 @@ MASK = Want("bool", (_B, _L))
 WAVE = Want("float", (_B, "samples"))
 NONE = Want("none")
 
-_FUNCTIONS = (torch.relu, torch.softmax, torch.mul)  # of a tensor, of a tensor along a dim, of several
 _SEVERAL = (2, 3, 1, 4)  # arguments that a `*rest` may stand for
 _USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTURE, MASK, NONE)
 
@@ -149,13 +148,16 @@ def keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
 def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
     """Yield what such an argument usually is, the likeliest first; `first`: the first layer counts before the name."""
     names = usual_names()
-    plain = list(_plain(parameter, model))
-    yield from plain
+    yield from _plain(parameter, model)
     annotated = _record(parameter.annotation, model) or _annotated(parameter.annotation)
+    if annotated is not None and is_number(annotated.value) and names.offsets.search(parameter.name):
+        annotated = Want("value", value=0)
     if annotated is not None:
         if annotated.value is tuple and names.states.search(parameter.name):
             yield from (_of_each(len(annotated.items), state) for state in _recurrent(model))
         yield annotated
+        if is_number(annotated.value):
+            yield from (Want("value", value=number) for number in (1 - annotated.value, 2))
         return
     seen = set()
     if isinstance(parameter.default, tuple):
@@ -206,51 +208,36 @@ def _record(annotation: Any, model: nn.Module) -> Want | None:
 
 
 def _plain(parameter: inspect.Parameter, model: nn.Module) -> Iterator[Want]:
-    """Yield plain values for an argument that the forward compares with strings, or calls."""
+    """Yield plain values for an argument that is annotated with them or as a function, or compared with strings."""
     annotation = _without_none(parameter.annotation)
     if typing.get_origin(annotation) is typing.Literal or isinstance(annotation, enum.EnumType):
         values = annotation if isinstance(annotation, enum.EnumType) else typing.get_args(annotation)
         yield from (Want("value", value=value) for value in values)
         return
-    strings, calls = _uses(getattr(type(model).forward, "__wrapped__", type(model).forward))
-    yield from (Want("value", value=value) for value in strings.get(parameter.name, ()))
-    if (given := calls.get(parameter.name)) is not None and annotation in (inspect.Parameter.empty, typing.Any):
-        yield Want("value", value=_FUNCTIONS[given])
-    elif typing.get_origin(annotation) is Callable or annotation in (Callable, typing.Callable):
-        yield Want("value", value=_FUNCTIONS[given or 0])
+    yield from (Want("value", value=value) for value in _compared_strings(type(model).forward).get(parameter.name, ()))
+    if typing.get_origin(annotation) is Callable or annotation in (Callable, typing.Callable):
+        yield Want("value", value=torch.relu)
 
 
 @functools.lru_cache(maxsize=64)
-def _uses(function: Any) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Return the strings that each argument of a function is compared with, and with how many arguments each argument
-    is called: 0 for one, 1 for one and a dim, 2 for more."""
+def _compared_strings(function: Any) -> dict[str, list[str]]:
+    """Return the strings with which a function compares each name."""
     strings: dict[str, list[str]] = {}
-    calls: dict[str, int] = {}
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return strings, calls
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return strings, calls
-    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
+        return strings
     for node in ast.walk(tree):
         match node:
-            case ast.Compare(left=ast.Name(id=name), comparators=[other]):
-                constants = [n.value for n in ast.walk(other) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            case ast.Compare(left=ast.Name(id=name), ops=[ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()]):
+                within: list[ast.AST] = list(node.comparators)
             case ast.Match(subject=ast.Name(id=name)):
-                values = [n for case in node.cases for n in ast.walk(case.pattern) if isinstance(n, ast.Constant)]
-                constants = [n.value for n in values if isinstance(n.value, str)]
-            case ast.Call(func=ast.Name(id=name), args=[_, *more]):
-                if name in names:
-                    has_dim = bool(more) and isinstance(more[0], ast.Constant | ast.UnaryOp)
-                    calls.setdefault(name, 1 if has_dim else 2 if more else 0)
-                continue
+                within = [case.pattern for case in node.cases]
             case _:
                 continue
-        if name in names and constants:
-            strings[name] = list(dict.fromkeys([*strings.get(name, ()), *constants]))
-    return strings, calls
+        constants = (n.value for part in within for n in ast.walk(part) if isinstance(n, ast.Constant))
+        strings.setdefault(name, []).extend(value for value in constants if isinstance(value, str))
+    return strings
 
 
 def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module, cls: Any = None) -> Want:
