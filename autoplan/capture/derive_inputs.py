@@ -28,7 +28,8 @@ from autoplan.values import Fed
 
 if TYPE_CHECKING:  # most models are fed as their config says: the search is imported only when needed
     from autoplan.capture.feeding.arguments import Arguments
-    from autoplan.capture.feeding.search import Search, Step
+    from autoplan.capture.feeding.failure import Step
+    from autoplan.capture.feeding.search import Search
 
 _OF_A_PART = 60  # tries for a submodule
 _SHOWN = 8  # tries that a message lists
@@ -64,11 +65,11 @@ class Recipe:
         """Return what a plan records: each argument in both sizes, and why it was chosen."""
         reasons: dict[str, str] = {}
         last = self.training or self.state
-        last = replace(last, wants=tuple({**dict(last.wants), **dict(self.masked.wants if self.masked else ())}.items()))
+        wants = {**dict(last.wants), **dict(self.masked.wants if self.masked is not None else ())}
         others = dict(self.other.wants) if self.other is not None else {}
         for step in self.trail:
             for name, want in step.state.wants:
-                if dict(last.wants).get(name) == want:
+                if wants.get(name) == want:
                     reasons.setdefault(name, step.why)
         return tuple(
             Fed(
@@ -77,7 +78,7 @@ class Recipe:
                 others.get(name, want).text(self.other.sizes) if self.other is not None else "",
                 reasons.get(name, "the likeliest"),
             )
-            for name, want in last.wants
+            for name, want in wants.items()
         )
 
 

@@ -188,20 +188,22 @@ def _record(annotation: Any, model: nn.Module) -> Want | None:
     keys = typing.get_args(annotation)[:1] if typing.get_origin(annotation) in (dict, Mapping) else ()
     if keys and isinstance(keys[0], enum.EnumType):
         plain = not issubclass(keys[0], int | str)  # members that are numbers or strings are keys as they are
-        held = {f"{keys[0].__name__}.{member.name}" if plain else member: member.name for member in keys[0]}
+        members: list[Any] = list(keys[0])
+        held = {f"{keys[0].__name__}.{member.name}" if plain else member: member.name for member in members}
         items = of_items("dict", {name: field_of(None, name) for name in held.values()}, model).items
         return Want("dict", value=keys[0] if plain else None, items=tuple(zip(held, dict(items).values(), strict=True)))
     if not isinstance(annotation, type):
         return None
+    cls: Any = annotation
     if dataclasses.is_dataclass(annotation):
         wanted = [one for one in dataclasses.fields(annotation) if one.init and one.default is dataclasses.MISSING]
         fields = [one.name for one in wanted if one.default_factory is dataclasses.MISSING]
         return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
     if typing.is_typeddict(annotation):
-        fields = sorted(annotation.__required_keys__, key=list(annotation.__annotations__).index)
+        fields = [name for name in cls.__annotations__ if name in cls.__required_keys__]
         return of_items("dict", {name: field_of(annotation, name) for name in fields}, model)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
-        fields = [name for name in annotation._fields if name not in annotation._field_defaults]
+        fields = [name for name in cls._fields if name not in cls._field_defaults]
         items = of_items("record", {name: field_of(annotation, name) for name in fields}, model).items
         return Want("list", value=annotation, items=tuple(enumerate(want for _, want in items)))
     return None
@@ -293,7 +295,7 @@ def _annotated(annotation: Any) -> Want | None:
     if within is tuple and len(parts := typing.get_args(annotation)) > 1 and set(parts) == {torch.Tensor}:
         return _of_each(len(parts), FLAT)
     if within in (list, tuple) or re.match(r"(typing\.)?(list|tuple|sequence)\b", text, re.IGNORECASE):
-        return Want("list", items=((0, FLAT),))
+        return Want("list", items=((0, FLAT), (1, FLAT)))  # with one item, a loop never goes on
     if within is dict or re.match(r"(typing\.)?(dict|mapping)\b", text, re.IGNORECASE):
         return Want("dict")
     return None

@@ -35,7 +35,8 @@ _SHAPE = {
 @dataclass(frozen=True)
 class UsualNames:
     """`arguments`: words, and what such arguments usually are. `edges`: words for edges of graphs. `states`: for
-    initial states of recurrent layers. `offsets`: for numbers that count from zero. `loss_switches`: for switches that make a forward compute its loss."""
+    initial states of recurrent layers. `offsets`: for numbers that count from zero. `loss_switches`: for switches that
+    make a forward compute its loss."""
 
     arguments: tuple[tuple[re.Pattern[str], tuple[Want, ...]], ...]
     edges: tuple[re.Pattern[str], ...]
@@ -68,7 +69,8 @@ def read_names(path: Path) -> UsualNames:
         arguments = tuple((words, tuple(map(_want, entry["usually"]))) for words, entry in listed)
     except (re.error, ValueError) as error:
         raise AutoplanError(f"{path}: {error}", hint=refusal.hint) from error
-    return UsualNames(arguments, tuple(words for words, entry in listed if entry.get("edges")), states, offsets, switches)
+    edges = tuple(words for words, entry in listed if entry.get("edges"))
+    return UsualNames(arguments, edges, states, offsets, switches)
 
 
 def _want(text: str) -> Want:

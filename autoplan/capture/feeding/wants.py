@@ -51,8 +51,9 @@ class Mark:
 class Want:
     """A kind, and a shape of sizes and names of sizes; ids are below `below`, as are whole numbers (floats). Lists,
     dicts and records hold `items`; a record is of the class `value`, or a namespace; a list is of the class `value`, if
-    any: a tuple, named or not; a dict with the `value` Enum has its members as keys. Positions count along the last dim; borders split all `length` positions in two; a size is a plain number,
-    that of the name `value`. Ids with a `value` (a Mark) do not contain its number, or end in it."""
+    any: a tuple, named or not; a dict with the `value` Enum has its members as keys. Positions count along the last
+    dim; borders split all `length` positions in two; a size is a plain number, that of the name `value`. Ids with a
+    `value` (a Mark) do not contain its number, or end in it."""
 
     kind: Kind
     shape: tuple[int | str, ...] = ()
@@ -121,7 +122,7 @@ class Want:
         return repr(key) if self.value is None else str(key)
 
     def _key(self, key: str | int) -> Any:
-        """Return the key of a dict that an item's step stands for: a path has the member of an Enum by its full name."""
+        """Return the key of a dict that an item's step stands for: a path has a member of an Enum by its full name."""
         return key if self.value is None else self.value[str(key).partition(".")[2]]
 
     @property
