@@ -23,7 +23,7 @@ from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.common.conventions import conventions
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
-_PLAIN = {int: 1, float: 1.0, bool: False, "int": 1, "float": 1.0, "bool": False}
+_PLAIN = {int: 2, float: 1.0, bool: False, "int": 2, "float": 1.0, "bool": False}
 
 IDS = Want("ids", (_B, _L))
 SEQUENCE = Want("float", (_B, _L, _W))
@@ -157,7 +157,7 @@ def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -
             yield from (_of_each(len(annotated.items), state) for state in _recurrent(model))
         yield annotated
         if is_number(annotated.value):
-            yield from (Want("value", value=number) for number in (1 - annotated.value, 2))
+            yield from (Want("value", value=number) for number in (2, 1, 0) if number != annotated.value)
         return
     seen = set()
     if isinstance(parameter.default, tuple):
