@@ -28,7 +28,8 @@ from autoplan.values import Fed
 
 if TYPE_CHECKING:  # most models are fed as their config says: the search is imported only when needed
     from autoplan.capture.feeding.arguments import Arguments
-    from autoplan.capture.feeding.search import Search, Step
+    from autoplan.capture.feeding.failure import Step
+    from autoplan.capture.feeding.search import Search
 
 _OF_A_PART = 60  # tries for a submodule
 _SHOWN = 8  # tries that a message lists
@@ -37,13 +38,14 @@ _SHOWN = 8  # tries that a message lists
 @dataclass(frozen=True)
 class Recipe:
     """Example arguments, also in other sizes, and how they were derived. `training`: with the arguments that make
-    forward compute its loss, if it takes them. `dims`: with another number of dims."""
+    forward compute its loss, if it takes them. `dims`: with another number of dims. `masked`: with optional masks."""
 
     state: State
     other: State | None
     trail: tuple[Step, ...]
     training: State | None = None
     dims: State | None = None
+    masked: State | None = None
 
     def draw(self, model: nn.Module, seed: int, *, other: bool = False) -> dict[str, dict[str, Any]]:
         """Return keyword arguments by call, in the model's own dtype; `other`: in the other sizes, if there are any."""
@@ -51,6 +53,8 @@ class Recipe:
         calls = {"forward": state}
         if self.training is not None:
             calls["forward with targets"] = replace(self.training, named=state.named)
+        if self.masked is not None:
+            calls["forward with masks"] = replace(self.masked, named=state.named)
         return {name: call.draw(seed, working_dtype(model)) for name, call in calls.items()}
 
     def draw_other_dims(self, model: nn.Module, seed: int) -> dict[str, dict[str, Any]]:
@@ -61,10 +65,11 @@ class Recipe:
         """Return what a plan records: each argument in both sizes, and why it was chosen."""
         reasons: dict[str, str] = {}
         last = self.training or self.state
+        wants = {**dict(last.wants), **dict(self.masked.wants if self.masked is not None else ())}
         others = dict(self.other.wants) if self.other is not None else {}
         for step in self.trail:
             for name, want in step.state.wants:
-                if dict(last.wants).get(name) == want:
+                if wants.get(name) == want:
                     reasons.setdefault(name, step.why)
         return tuple(
             Fed(
@@ -73,7 +78,7 @@ class Recipe:
                 others.get(name, want).text(self.other.sizes) if self.other is not None else "",
                 reasons.get(name, "the likeliest"),
             )
-            for name, want in last.wants
+            for name, want in wants.items()
         )
 
 
@@ -92,7 +97,7 @@ def recipe_for(model: nn.Module) -> Recipe:
     dims = search.with_other_dims(state) if state != rows else None
     if dims is not None and other is not None and other.sizes[BATCH] == state.sizes[BATCH]:  # nor a batch
         state, other, dims = dims, search.other_sizes(dims), None
-    return Recipe(state, other, steps, search.with_targets(state, other), dims)
+    return Recipe(state, other, steps, search.with_targets(state, other), dims, search.with_masks(state, other))
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:

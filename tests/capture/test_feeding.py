@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -316,3 +317,26 @@ def test_large_inputs_are_tried_smaller_too() -> None:
 def test_a_window_keeps_what_divided_a_size_before() -> None:
     state = State((("x", Want("float", ("batch", 3, "side", "side"))),)).with_size("side", 56)
     assert 112 in {other.sizes["side"] for other in multiples(state, [("x",)], 7, 2)}
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 16)
+
+    def forward(self, x, steps: int, mode, f: Callable[..., torch.Tensor], mask=None):
+        y = f(self.net(x))
+        if mode == "mean":
+            y = y.mean(-1, keepdim=True) + x
+        elif mode != "plain":
+            raise ValueError(mode)
+        return y * steps if mask is None else y.masked_fill(~mask[..., None], 0.0)
+
+
+def test_strings_functions_numbers_and_optional_masks() -> None:
+    recipe = recipe_for(Masked())
+    given = dict(recipe.state.wants)
+    assert given["mode"].value == "mean" and given["f"].value is torch.relu and given["steps"].value == 2
+    calls = recipe.draw(Masked(), 0)
+    assert calls.keys() == {"forward", "forward with masks"} and "mask" not in calls["forward"]
+    assert calls["forward with masks"]["mask"].dtype == torch.bool

@@ -13,6 +13,7 @@ from autoplan.common.files.rule_files import rules_folder
 
 HEAD = """
 states = '^h0$'
+offsets = '^start$'
 loss_switches = '^with_loss$'
 [[argument]]
 words = 'mask'

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
+import functools
 import inspect
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoplan.capture.feeding.failure import is_nothing
+from autoplan.capture.feeding.failure import is_nothing, is_number
 from autoplan.capture.feeding.names import passed_on, usual_names
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.common.conventions import conventions
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
-_PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
+_PLAIN = {int: 2, float: 1.0, bool: False, "int": 2, "float": 1.0, "bool": False}
 
 IDS = Want("ids", (_B, _L))
 SEQUENCE = Want("float", (_B, _L, _W))
@@ -146,11 +148,16 @@ def keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
 def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
     """Yield what such an argument usually is, the likeliest first; `first`: the first layer counts before the name."""
     names = usual_names()
-    annotated = _annotated(parameter.annotation) or _record(parameter.annotation, model)
+    yield from _plain(parameter, model)
+    annotated = _record(parameter.annotation, model) or _annotated(parameter.annotation)
+    if annotated is not None and is_number(annotated.value) and names.offsets.search(parameter.name):
+        annotated = Want("value", value=0)
     if annotated is not None:
         if annotated.value is tuple and names.states.search(parameter.name):
             yield from (_of_each(len(annotated.items), state) for state in _recurrent(model))
         yield annotated
+        if is_number(annotated.value):
+            yield from (Want("value", value=number) for number in (2, 1, 0) if number != annotated.value)
         return
     seen = set()
     if isinstance(parameter.default, tuple):
@@ -166,13 +173,73 @@ def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -
             yield want
 
 
+def _without_none(annotation: Any) -> Any:
+    """Return what an annotation says of an argument that is not None."""
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return annotation
+    others = [argument for argument in typing.get_args(annotation) if argument is not type(None)]
+    return others[0] if len(others) == 1 else annotation
+
+
 def _record(annotation: Any, model: nn.Module) -> Want | None:
-    """Return an instance of an annotated dataclass, with its required fields."""
-    if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
+    """Return an instance of an annotated class with its required fields: a dataclass, a named tuple, a typed dict; or
+    a dict with all members of an Enum as keys."""
+    annotation = _without_none(annotation)
+    keys = typing.get_args(annotation)[:1] if typing.get_origin(annotation) in (dict, Mapping) else ()
+    if keys and isinstance(keys[0], enum.EnumType):
+        plain = not issubclass(keys[0], int | str)  # members that are numbers or strings are keys as they are
+        members: list[Any] = list(keys[0])
+        held = {f"{keys[0].__name__}.{member.name}" if plain else member: member.name for member in members}
+        items = of_items("dict", {name: field_of(None, name) for name in held.values()}, model).items
+        return Want("dict", value=keys[0] if plain else None, items=tuple(zip(held, dict(items).values(), strict=True)))
+    if not isinstance(annotation, type):
         return None
-    wanted = [one for one in dataclasses.fields(annotation) if one.init and one.default is dataclasses.MISSING]
-    fields = [one.name for one in wanted if one.default_factory is dataclasses.MISSING]
-    return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
+    cls: Any = annotation
+    if dataclasses.is_dataclass(annotation):
+        wanted = [one for one in dataclasses.fields(annotation) if one.init and one.default is dataclasses.MISSING]
+        fields = [one.name for one in wanted if one.default_factory is dataclasses.MISSING]
+        return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
+    if typing.is_typeddict(annotation):
+        fields = [name for name in cls.__annotations__ if name in cls.__required_keys__]
+        return of_items("dict", {name: field_of(annotation, name) for name in fields}, model)
+    if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
+        fields = [name for name in cls._fields if name not in cls._field_defaults]
+        items = of_items("record", {name: field_of(annotation, name) for name in fields}, model).items
+        return Want("list", value=annotation, items=tuple(enumerate(want for _, want in items)))
+    return None
+
+
+def _plain(parameter: inspect.Parameter, model: nn.Module) -> Iterator[Want]:
+    """Yield plain values for an argument that is annotated with them or as a function, or compared with strings."""
+    annotation = _without_none(parameter.annotation)
+    if typing.get_origin(annotation) is typing.Literal or isinstance(annotation, enum.EnumType):
+        values = annotation if isinstance(annotation, enum.EnumType) else typing.get_args(annotation)
+        yield from (Want("value", value=value) for value in values)
+        return
+    yield from (Want("value", value=value) for value in _compared_strings(type(model).forward).get(parameter.name, ()))
+    if typing.get_origin(annotation) is Callable or annotation in (Callable, typing.Callable):
+        yield Want("value", value=torch.relu)
+
+
+@functools.lru_cache(maxsize=64)
+def _compared_strings(function: Any) -> dict[str, list[str]]:
+    """Return the strings with which a function compares each name."""
+    strings: dict[str, list[str]] = {}
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
+        return strings
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=ast.Name(id=name), ops=[ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()]):
+                within: list[ast.AST] = list(node.comparators)
+            case ast.Match(subject=ast.Name(id=name)):
+                within = [case.pattern for case in node.cases]
+            case _:
+                continue
+        constants = (n.value for part in within for n in ast.walk(part) if isinstance(n, ast.Constant))
+        strings.setdefault(name, []).extend(value for value in constants if isinstance(value, str))
+    return strings
 
 
 def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module, cls: Any = None) -> Want:
@@ -228,7 +295,7 @@ def _annotated(annotation: Any) -> Want | None:
     if within is tuple and len(parts := typing.get_args(annotation)) > 1 and set(parts) == {torch.Tensor}:
         return _of_each(len(parts), FLAT)
     if within in (list, tuple) or re.match(r"(typing\.)?(list|tuple|sequence)\b", text, re.IGNORECASE):
-        return Want("list", items=((0, FLAT),))
+        return Want("list", items=((0, FLAT), (1, FLAT)))  # with one item, a loop never goes on
     if within is dict or re.match(r"(typing\.)?(dict|mapping)\b", text, re.IGNORECASE):
         return Want("dict")
     return None

@@ -86,6 +86,9 @@ def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: 
         return
     for side, wanted in ((left, rhs), (right, lhs)):
         yield from _plain(place, state, side, wanted)
+        words = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, tuple | list | set | dict) else ()
+        for path in _paths(place, side):
+            yield from (state.with_want(path, Want("value", value=word)) for word in words if isinstance(word, str))
     for have, want in _pairs(lhs, rhs):
         yield from resized(state, paths, have, want)
         yield from resized(state, paths, want, have)
@@ -187,6 +190,19 @@ def exact(failure: Failure) -> Iterator[State]:
     if isinstance(failure.error, KeyError):
         for place in failure.places[-1:]:
             yield from _ranks_listed(failure, place)
+    if isinstance(failure.error, TypeError):
+        for place in failure.places[-1:]:
+            yield from _functions(failure.state, place)
+
+
+def _functions(state: State, place: Place) -> Iterator[State]:
+    """Yield states for `f(x)`, `f(x, 1)` or `f(x, y)` in which the argument f is a function."""
+    match place.expression():
+        case ast.Call(func=ast.Name(id=name), args=[_, *more]):
+            along = bool(more) and isinstance(value_of(place, more[0]), int)
+            function = torch.softmax if along else torch.mul if more else torch.relu
+            for path, _ in state.among(origin(place.value(name))):
+                yield state.with_want(path, Want("value", value=function))
 
 
 def _dim_asked_for(state: State, place: Place) -> Iterator[State]:

@@ -68,6 +68,19 @@ class Failure:
         return next(iter(self.text.strip().splitlines()), "")
 
 
+@dataclass(frozen=True)
+class Step:
+    """One try: what changed and why, how far it came, its failure and where, as text, since frames hold tensors."""
+
+    state: State
+    why: str
+    reached: int
+    failed: str = ""
+    where: str = ""
+    read: frozenset[str] = frozenset()
+    ended: bool = False  # it ran to its end, though with a result that is not finite
+
+
 # Where in the model's own code a run failed: the frame, the expression, and the arguments in it.
 
 

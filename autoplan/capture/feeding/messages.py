@@ -339,7 +339,7 @@ def _missing(
 
 
 def _from_table(failure: Failure, key: object) -> Iterator[State]:
-    """Yield states for `table[v] for v in names` in which the argument lists the table's keys, all of them or one."""
+    """Yield states for `table[v] for v in names` in which the argument is or lists keys of the table."""
     paths = [path for _, tensor in flatten_tensors(key) for path in origin(tensor)]
     for place in failure.places[-2:]:
         node = place.expression()
@@ -347,6 +347,7 @@ def _from_table(failure: Failure, key: object) -> Iterator[State]:
             table = value_of(place, inner.value) if isinstance(inner, ast.Subscript) else None
             if isinstance(table, dict) and table and all(isinstance(key, str) for key in table):
                 for path in dict.fromkeys(paths):
+                    yield failure.state.with_want(path, Want("value", value=next(iter(table))))
                     yield failure.state.with_want(path, Want("value", value=tuple(table)))
                     yield failure.state.with_want(path, Want("value", value=tuple(table)[:1]))
 

@@ -26,6 +26,7 @@ from autoplan.common.files.rule_files import rules_folder
 
 _SHAPE = {
     "states!": str,
+    "offsets!": str,
     "loss_switches!": str,
     "argument!": [{"words!": str, "usually!": [str], "edges": bool}],
 }
@@ -34,11 +35,13 @@ _SHAPE = {
 @dataclass(frozen=True)
 class UsualNames:
     """`arguments`: words, and what such arguments usually are. `edges`: words for edges of graphs. `states`: for
-    initial states of recurrent layers. `loss_switches`: for switches that make a forward compute its loss."""
+    initial states of recurrent layers. `offsets`: for numbers that count from zero. `loss_switches`: for switches that
+    make a forward compute its loss."""
 
     arguments: tuple[tuple[re.Pattern[str], tuple[Want, ...]], ...]
     edges: tuple[re.Pattern[str], ...]
     states: re.Pattern[str]
+    offsets: re.Pattern[str]
     loss_switches: re.Pattern[str]
 
     def usual(self, name: str) -> tuple[Want, ...]:
@@ -62,11 +65,12 @@ def read_names(path: Path) -> UsualNames:
         refusal.refuse(f"{path}: {problem}")
     try:
         listed = [(re.compile(entry["words"]), entry) for entry in data["argument"]]
-        states, switches = re.compile(data["states"]), re.compile(data["loss_switches"])
+        states, offsets, switches = (re.compile(data[words]) for words in ("states", "offsets", "loss_switches"))
         arguments = tuple((words, tuple(map(_want, entry["usually"]))) for words, entry in listed)
     except (re.error, ValueError) as error:
         raise AutoplanError(f"{path}: {error}", hint=refusal.hint) from error
-    return UsualNames(arguments, tuple(words for words, entry in listed if entry.get("edges")), states, switches)
+    edges = tuple(words for words, entry in listed if entry.get("edges"))
+    return UsualNames(arguments, edges, states, offsets, switches)
 
 
 def _want(text: str) -> Want:

@@ -22,7 +22,7 @@ from torch import nn
 from autoplan.capture.called import has_training_paths, in_training
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.failure import Failure, NotFiniteError, NothingRead
+from autoplan.capture.feeding.failure import Failure, NotFiniteError, NothingRead, Step
 from autoplan.capture.feeding.messages import ranks_differ
 from autoplan.capture.feeding.resize import of_rank, of_vectors
 from autoplan.capture.feeding.together import MOST_PARTS, longer
@@ -48,21 +48,8 @@ _MOST_ELEMENTS = 2_000_000  # of all arguments together
 _MOST_MORE = 30  # tries for an optional argument
 _TARGETS = 6  # tries for targets
 _MOST_RANKS = 12  # tries for calls with a dim more or less, of which one runs in training
-_MOST_DIMS = 4  # tries for the same call with other dims
+_MOST_DIMS, _MOST_MASKS = 4, 6  # tries for the same call with other dims, and for a mask
 _WORTH = 0.001  # share of unread weights below which no further argument is added
-
-
-@dataclass(frozen=True)
-class Step:
-    """One try: what changed and why, how far it came, its failure and where, as text, since frames hold tensors."""
-
-    state: State
-    why: str
-    reached: int
-    failed: str = ""
-    where: str = ""
-    read: frozenset[str] = frozenset()
-    ended: bool = False  # it ran to its end, though with a result that is not finite
 
 
 @dataclass(order=True, frozen=True)
@@ -303,6 +290,18 @@ class Search:
                         : max(2 * _TARGETS - len(wants), 0)
                     ]
         return chance
+
+    def with_masks(self, state: State, other: State | None) -> State | None:
+        """Return the call with the masks that it may take, if it runs in both sizes: a path of its own."""
+        call, sizes = state, [one.named for one in (state, other) if one is not None]
+        with untouched_randomness(self.seed), quiet():
+            for parameter in self.arguments.optional if state.wants else ():
+                wants = list(itertools.islice(self.arguments.usual(parameter, self.model), _MOST_MASKS))
+                if wants[0].kind in ("bool", "nowhere") and not state.holds(parameter.name):
+                    masked = (call.with_want((parameter.name,), want) for want in wants if want.is_tensor)
+                    run = (m for m in masked if not any(self._try(replace(m, named=n), "").failed for n in sizes))
+                    call = next(run, call)
+        return None if call == state else call
 
     def _all_rows(self, step: Step) -> Step:
         """Return the step with ids from the whole table that they index."""

@@ -84,7 +84,7 @@ def longer(state: State, length: int = 0) -> Iterator[State]:
 def _lists(state: State) -> list[tuple[Path, Want]]:
     """Return the lists whose length is a guess; an annotation fixes that of a tuple."""
     lists = [(path, want) for path, want in state.holding("list") if want.items]
-    return [(path, want) for path, want in lists if want.value is not tuple or "*" in str(path[0])]
+    return [(path, want) for path, want in lists if want.value is None or "*" in str(path[0])]
 
 
 def joined(state: State, demand: Demand) -> Iterator[State]:

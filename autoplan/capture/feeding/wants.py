@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from types import SimpleNamespace
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -50,9 +50,10 @@ class Mark:
 @dataclass(frozen=True)
 class Want:
     """A kind, and a shape of sizes and names of sizes; ids are below `below`, as are whole numbers (floats). Lists,
-    dicts and records hold `items`; a record is of the class `value`, or a namespace; a list with the `value` tuple is a
-    tuple. Positions count along the last dim; borders split all `length` positions in two; a size is a plain number,
-    that of the name `value`. Ids with a `value` (a Mark) do not contain its number, or end in it."""
+    dicts and records hold `items`; a record is of the class `value`, or a namespace; a list is of the class `value`, if
+    any: a tuple, named or not; a dict with the `value` Enum has its members as keys. Positions count along the last
+    dim; borders split all `length` positions in two; a size is a plain number, that of the name `value`. Ids with a
+    `value` (a Mark) do not contain its number, or end in it."""
 
     kind: Kind
     shape: tuple[int | str, ...] = ()
@@ -70,7 +71,7 @@ class Want:
     def text(self, sizes: Mapping[str, int]) -> str:
         """Return a description for people."""
         if self.kind == "value":
-            return repr(self.value)
+            return self.code(sizes)
         if self.kind == "none":
             return "None"
         if self.kind == "size":
@@ -79,7 +80,8 @@ class Want:
             return f"{self._class} of {{{', '.join(f'{key}: {item.text(sizes)}' for key, item in self.items)}}}"
         if self.items or not self.is_tensor:
             inside = ", ".join(f"{key}: {item.text(sizes)}" for key, item in self.items)
-            return f"{self.kind} of {{{inside}}}" if inside else f"empty {self.kind}"
+            kind = self.value.__name__ if self.kind == "list" and self.value not in (None, tuple) else self.kind
+            return f"{kind} of {{{inside}}}" if inside else f"empty {kind}"
         below = f" below {self._below(sizes)}" if self.kind in ("ids", "whole") else ""
         if isinstance(self.value, Mark):
             below += f" {'that end in' if self.value.there else 'but'} {self.value.number}"
@@ -87,6 +89,8 @@ class Want:
 
     def code(self, sizes: Mapping[str, int]) -> str:
         """Return Python code that makes such a value."""
+        if self.kind == "value":
+            return f"torch.{self.value.__name__}" if isinstance(self.value, BuiltinFunctionType) else repr(self.value)
         shape = ", ".join(map(str, self.sizes(sizes)))
         codes = {
             "ids": f"torch.randint(0, {self._below(sizes)}, ({shape},))",
@@ -104,13 +108,22 @@ class Want:
             "size": str(sizes.get(str(self.value))),
             "list": self._list_code(sizes),
             "record": f"{self._class}({', '.join(f'{key}={item.code(sizes)}' for key, item in self.items)})",
-            "dict": "{" + ", ".join(f"{key!r}: {item.code(sizes)}" for key, item in self.items) + "}",
+            "dict": "{" + ", ".join(f"{self._shown(key)}: {item.code(sizes)}" for key, item in self.items) + "}",
         }
         return codes.get(self.kind, repr(self.value))
 
     def _list_code(self, sizes: Mapping[str, int]) -> str:
         inside = ", ".join(item.code(sizes) for _, item in self.items)
-        return f"({inside},)" if self.value is tuple else f"[{inside}]"
+        if self.value in (None, tuple):
+            return f"({inside},)" if self.value is tuple else f"[{inside}]"
+        return f"{self.value.__name__}({inside})"
+
+    def _shown(self, key: str | int) -> str:
+        return repr(key) if self.value is None else str(key)
+
+    def _key(self, key: str | int) -> Any:
+        """Return the key of a dict that an item's step stands for: a path has a member of an Enum by its full name."""
+        return key if self.value is None else self.value[str(key).partition(".")[2]]
 
     @property
     def _class(self) -> str:
@@ -124,9 +137,9 @@ class Want:
         if self.kind in ("none", "value"):
             return self.value
         if self.kind == "list":
-            return (self.value or list)(item.make(draw, sizes) for _, item in self.items)
+            return getattr(self.value, "_make", self.value or list)(item.make(draw, sizes) for _, item in self.items)
         if self.kind == "dict":
-            return {key: item.make(draw, sizes) for key, item in self.items}
+            return {self._key(key): item.make(draw, sizes) for key, item in self.items}
         if self.kind == "size":
             return sizes[self.value]
         if self.kind == "record":
@@ -202,7 +215,7 @@ class State:
 
     def is_tuple(self, path: Path) -> bool:
         """Return whether this part of an argument is a tuple: its annotation fixes its length."""
-        return self.inner(path).value is tuple
+        return self.inner(path).value is not None
 
     def holds(self, name: str) -> bool:
         return name in dict(self.wants)

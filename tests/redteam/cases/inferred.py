@@ -3,7 +3,9 @@ dims that fit by chance."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import enum
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -182,3 +184,116 @@ class TripletSiamese(nn.Module):
     def forward(self, *views):
         a, p, n = map(self.net, views)
         return F.triplet_margin_loss(a, p, n, margin=0.5), F.pairwise_distance(a, p)
+
+
+def mlp(i, h, o):
+    return nn.Sequential(nn.Linear(i, h), nn.GELU(), nn.Linear(h, o))
+
+
+class Observation(NamedTuple):
+    position: Tensor
+    velocity: Tensor
+
+
+@case(call(Observation(floats(4, 3), floats(4, 3))))
+class PolicyOnNamedTuple(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(6, 32, 4)
+
+    def forward(self, obs: Observation):
+        return self.net(torch.cat([obs.position, obs.velocity], -1))
+
+
+class Sensor(enum.Enum):
+    LIDAR = "lidar"
+    RADAR = "radar"
+
+
+@case(call({Sensor.LIDAR: floats(3, 16), Sensor.RADAR: floats(3, 8)}))
+class SensorFusion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lidar, self.radar, self.head = mlp(16, 32, 12), mlp(8, 32, 12), nn.Linear(24, 4)
+
+    def forward(self, readings: dict[Sensor, Tensor]):
+        return self.head(torch.cat([self.lidar(readings[Sensor.LIDAR]), self.radar(readings[Sensor.RADAR])], -1))
+
+
+@case(call(floats(2, 8, 16), "mean"))
+class PoolingByMode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = mlp(16, 32, 16), nn.Linear(16, 3)
+
+    def forward(self, x, mode):
+        h = self.net(x)
+        if mode == "mean":
+            h = h.mean(1)
+        elif mode == "max":
+            h = h.amax(1)
+        else:
+            raise ValueError(f"unknown mode {mode}")
+        return self.head(h)
+
+
+@case(call(floats(2, 9, 16), F.relu))
+class ActivationGiven(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, activation: Callable[[Tensor], Tensor]):
+        return self.down(activation(self.up(x)))
+
+
+@case(call([floats(5, 12), floats(7, 12), floats(3, 12)]))
+class RaggedScenes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.out = mlp(12, 32, 16), nn.Linear(16, 2)
+
+    def forward(self, scenes: list[Tensor]):
+        return torch.stack([self.out(self.encode(scene).amax(0)) for scene in scenes])
+
+
+class Stats(TypedDict):
+    mean: Tensor
+    std: Tensor
+
+
+@case(call(floats(4, 10), {"mean": floats(10), "std": floats(10)}))
+class NormalisedRegressor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(10, 32, 1)
+
+    def forward(self, x: Tensor, stats: Stats):
+        return self.net((x - stats["mean"]) / (stats["std"].abs() + 1)).squeeze(-1)
+
+
+@case(call(floats(2, 10, 16), "train"))
+class LiteralStage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.aux = mlp(16, 32, 16), mlp(16, 32, 16)
+
+    def forward(self, x: Tensor, stage: Literal["train", "test"]):
+        y = self.net(x)
+        return y + self.aux(x) if stage == "train" else y
+
+
+@case(call(floats(2, 8, 16)), call(floats(2, 8, 16), torch.arange(8).ge(5).expand(2, 8)))
+class OptionalPadding(nn.Module):
+    """Given or not: both paths are planned."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, words: Tensor, padding_mask: Tensor | None = None):
+        q, k, v = (m(words).unflatten(-1, (4, 4)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        scores = q @ k.mT / 2
+        if padding_mask is not None:
+            scores = scores.masked_fill(padding_mask[:, None, None], -1e4)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
