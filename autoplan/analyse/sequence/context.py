@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.stream_state import Refused, SequencePlacement
+from autoplan.common.patterns import is_under
 from autoplan.values import AllReduce, AllReduceGradient
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
@@ -25,7 +26,8 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     walk.run()
     cut.own = set(cut.scatters)
     cut.summed_parameters |= walk.parameters
-    cut.partial_gathers = set(walk.gathered_in_all_runs())
+    summing = {key for key in cut.gathers if any(is_under(name, key[0].module) for name in cut.summing)}
+    cut.partial_gathers = {*walk.gathered_in_all_runs(), *summing}
     cut.heads = dict(walk.heads())
     cut.picked = dict(walk.picked(cut.heads))
     cut.scaled = set(walk.scaled)

@@ -171,7 +171,8 @@ class _Exchanges:
         is for whole values and not for what is shown as one."""
         first, last = self.trace.visits[reader].calls
         around = [c for c in self.flow.entering.get(tensor, ()) if c.first <= first and last <= c.last]
-        between = [c for c in around if c.visit != reader and c != crossing and crossing.first <= c.first]
+        outer = [c for c in around if c.first <= crossing.first and crossing.last <= c.last]
+        between = [c for c in around if c.visit != reader and c not in outer and crossing.first <= c.first]
         return any(c in between for c, _ in self.placement.inputs)
 
     def _leave_module(self, output: int, crossing: Crossing, partial: bool, swap: _Swap) -> None:

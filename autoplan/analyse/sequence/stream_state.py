@@ -16,6 +16,7 @@ from autoplan.analyse.placement.calls import SequenceWork
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term
+from autoplan.common.patterns import is_under
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     AllReduce,
@@ -25,6 +26,7 @@ from autoplan.values import (
     CallRewrite,
     Finding,
     ModuleVisit,
+    ScaleGradient,
     SequenceName,
     WithholdPartial,
 )
@@ -66,6 +68,7 @@ class SequencePlacement:
     exchanges: dict[tuple[Crossing, str], tuple[int, int, str]] = field(default_factory=dict)
     halos: dict[Crossing, HaloAt] = field(default_factory=dict)  # what modules take in (parallel.py)
     undone: set[Boundary] = field(default_factory=set)
+    summing: set[str] = field(default_factory=set)  # modules in which the gradient of what is gathered is partial
     whole_parameters: set[int] = field(default_factory=set)
     whole_modules: set[str] = field(default_factory=set)
     summed_parameters: set[int] = field(default_factory=set)
@@ -134,6 +137,18 @@ class CutStream:
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
+        self.needless, self.residual_inside = set[Boundary](), set[str]()
+        if context and rescales:  # gradients of a residual that is added within are of own positions, too
+            scaled = [b.module for b, kind in placement.inputs if kind is ScaleGradient]
+            around = {b.module for b in self.copies_in if any(is_under(b.module, name) for name in scaled)}
+            self.residual_inside = around
+            self.copies_in, self.copies_out = (
+                [b for b in copies if not any(is_under(name, b.module) for name in around)]
+                for copies in (self.copies_in, self.copies_out)
+            )
+            for (b, kind), done in (*placement.inputs.items(), *placement.outputs.items()):
+                within = kind in (AllReduceGradient, ScaleGradient) and any(is_under(name, b.module) for name in around)
+                self.needless |= {done} if within else set()
         self.reduces = {*placement.done_to(AllReduce), *placement.done_to(WithholdPartial)}
         self.first_call = self.last_call = 0
         self.cut: set[int] = set()
@@ -243,6 +258,8 @@ class CutStream:
     def finish(self) -> None:
         """Turn copies into gathers, gather what leaves the model, and check that parameters are used one way."""
         result = self.result
+        result.undone |= self.needless
+        result.summing |= self.residual_inside
         self._forget_needless()
         sides = [(b, "output") for b in self.copies_out] + [(b, "input") for b in self.copies_in]
         for crossing, side in sides:
