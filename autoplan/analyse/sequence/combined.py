@@ -120,7 +120,10 @@ class _Combined:
     def _instructions(self) -> Iterator[Instruction]:
         """Yield them in the order in which they act at the entry of a module: what makes own positions first."""
         of_tp = {_key(instruction): instruction for instruction in self.tp.instructions}
-        joined = [self._joined(of_tp.pop(_key(each), None), each) for each in self.context.instructions]
+        joined = [  # attention of own queries calls what tp makes of it
+            self._joined(None if isinstance(each, AttendAcross) else of_tp.pop(_key(each), None), each)
+            for each in self.context.instructions
+        ]
         yield from (instruction for instruction in joined if isinstance(instruction, OwnPositions))
         yield from of_tp.values()
         yield from (each for each in joined if each is not None and not isinstance(each, OwnPositions))
@@ -135,8 +138,6 @@ class _Combined:
         if isinstance(other, IntegerEdit):
             return replace(other, over="all")
         if isinstance(other, AttendAcross):  # of the heads of a tp rank
-            if own is not None:
-                _refuse(other.pattern, f"{other.site} also changes over tp")
             return replace(other, over="cp")
         if isinstance(other, CallRewrite):
             return self._call(own if isinstance(own, CallRewrite) else None, other)

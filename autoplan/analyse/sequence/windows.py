@@ -17,7 +17,7 @@ from autoplan.analyse.sequence.stream_state import Refused
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
-from autoplan.ops.records.answers import Extent
+from autoplan.ops.records.answers import Extent, Reduction
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import AttendAcross, Call, CallSite, Op, SequenceName, Symbolic, refs
 from autoplan.values.not_placed import WholeSequence
@@ -120,20 +120,29 @@ def sizes_of(length: Symbolic) -> set[object]:
 
 def own_queries(shards: Shards, flow: CallFlow, positions: Positions) -> dict[int, set[int]]:
     """Return the calls that a rank can run for own queries, with these, their keys and values."""
-    calls = enumerate(shards.trace.calls)
-    given = {i: list(refs(call.args[:3])) for i, call in calls if call_record(call.name).causal is not None}
-    return {i: set(first) for i, first in given.items() if _is_apart(i, first, shards, flow, positions)}
+    calls, tensors = enumerate(shards.trace.calls), shards.trace.tensors
+    given: dict[int, tuple[list[int], int]] = {}
+    for index, call in calls:
+        first = list(refs(call.args[:3]))
+        if call_record(call.name).causal is not None:
+            given[index] = first, -2
+        elif call_record(call.name).pays is Reduction.ATTENTION and first:  # torch's, with the batch second
+            given[index] = first, -2 if len(tensors[first[0]].shape) == 2 else -3
+    return {i: set(first) for i, (first, dim) in given.items() if _is_apart(i, first, dim, shards, flow, positions)}
 
 
-def _is_apart(index: int, first: list[int], shards: Shards, flow: CallFlow, positions: Positions) -> bool:
-    """Return whether queries, keys and values are of the same positions, and neither their heads are sharded nor a
-    bias is learnt."""
+def _is_apart(index: int, first: list[int], dim: int, shards: Shards, flow: CallFlow, positions: Positions) -> bool:
+    """Return whether queries, keys and values are of the same positions, neither their heads are sharded nor a bias is
+    learnt, and nothing reads the weights of its attention."""
+    others = (t for t in set(flow.inputs[index]) - set(first) if t in flow.carries)
+    weights = flow.outputs[index][1:]
     return (
         len(first) == 3
-        and all(positions.plain_dim(tensor) == -2 and not positions.flattened(tensor) for tensor in first)
-        and len({find(shards.axes.of(tensor)[-2]) for tensor in first}) == 1
+        and all(positions.plain_dim(tensor) == dim and not positions.flattened(tensor) for tensor in first)
+        and len({find(shards.axes.of(tensor)[dim]) for tensor in first}) == 1
         and not any(shards.is_split(tensor) for tensor in first[:2])
-        and (set(flow.inputs[index]) - set(first)).isdisjoint(flow.carries)
+        and all(shards.trace.tensors[t].kind == "parameter" and not shards.is_split(t) for t in others)
+        and not any(flow.uses[tensor] or tensor in flow.final for tensor in weights)
     )
 
 
@@ -142,7 +151,15 @@ def attended(calls: dict[int, SequenceName], shards: Shards) -> tuple[AttendAcro
     made = {index: shards.trace.calls[index] for index in calls}
     check_places(dict.fromkeys(calls), shards)
     return tuple(
-        dict.fromkeys(AttendAcross(c.module, CallSite(c.name, c.place), calls[index]) for index, c in made.items())
+        dict.fromkeys(
+            AttendAcross(
+                call.module,
+                CallSite(call.name, call.place),
+                calls[index],
+                gathers=(1, 2) if call.args[1] != call.args[2] else (1,),
+            )
+            for index, call in made.items()
+        )
     )
 
 

@@ -33,7 +33,7 @@ from autoplan.execute.hooks.exchange import positions_of_a_rank
 from autoplan.execute.parameters.held import memory_of, record_of
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Alone, Hold, Place, hold
-from autoplan.values import CallRewrite, CallSite, Cut, LengthArgument
+from autoplan.values import AttendAcross, CallRewrite, CallSite, Cut, LengthArgument
 
 Path = tuple[Any, ...]
 
@@ -51,6 +51,7 @@ class _PlannedCall:
         self.cuts = [(cut, Layout.parse(cut.layout).rows(rank, size), Layout.parse(cut.layout).size)
                      for cut in planned.cuts]  # fmt: skip
         self.run: Callable[[Any, Any, Any], Any] = execute(planned, at)
+        self.inner: _PlannedCall | None = None  # what attention of own queries calls
         # A reduction that is skipped is missing elsewhere, and a branch without a planned number or cut may need
         # others: the hash of the code, checked when a plan is applied, does not distinguish branches. A helper that is
         # called conditionally (keys are repeated only where a kernel needs it) keeps its numbers to itself.
@@ -77,10 +78,15 @@ class _PlannedCall:
             for path in self.planned.copies:
                 everything = _set(everything, path, lambda x: copy_to_ranks(x, self.at.group))
             args, kwargs = everything["args"], everything["kwargs"]
+        func = func if self.inner is None else partial(self._with, func)
         result = self.run(func, args, kwargs)
         for cut, rows, size in self.cuts:
             result = _cut(result, cut.output, cut, rows, size)
         return result
+
+    def _with(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.inner is not None
+        return self.inner(func, args, kwargs)
 
     def _literal(self, passed: int, wanted: int, have: int) -> int:
         """Return the number this rank must pass: as planned, or in proportion when it contains a size of the batch."""
@@ -112,6 +118,11 @@ class PlannedCalls:
         self.by_place: dict[tuple[str, str], list[_PlannedCall]] = {}
         for rewrite in planned:
             self.by_place.setdefault((rewrite.site.function, rewrite.site.place), []).append(_PlannedCall(rewrite, at))
+        for place, calls in self.by_place.items():
+            outer = next((call for call in calls if isinstance(call.planned, AttendAcross)), None)
+            if outer is not None and len(calls) > 1:
+                (outer.inner,) = (call for call in calls if call is not outer)
+                self.by_place[place] = [outer]
         self.names = frozenset(name for name, _ in self.by_place)
         self.required = [call for calls in self.by_place.values() for call in calls if call.must_be_reached]
 

@@ -11,10 +11,12 @@ does at its own edges is done there alone. What ranks compute at the edges betwe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from autoplan.common.conventions import conventions
@@ -127,17 +129,23 @@ def _halo(planned: Halo, at: At) -> Around:
 # Fused attention of a rank's own queries, with the keys and values of all ranks.
 
 _AFTER_VALUES = ("attn_mask", "dropout_p", "is_causal")
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 @executes(AttendAcross)
-def _attend(planned: AttendAcross, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
+def _attend(planned: AttendAcross, at: At) -> Callable[[Any, Any, Any], Any]:
     running, group, name, where = at.running, at.group, planned.sequence.name, f"{at.where}: {planned.site}"
+    fused = planned.site.function == "scaled_dot_product_attention"
 
-    def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        (query, key, value, *more), length = args, running.lengths[name]
-        options: dict[str, Any] = dict(zip(_AFTER_VALUES, more, strict=False)) | kwargs
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        if fused:
+            options: dict[str, Any] = dict(zip(_AFTER_VALUES, args[3:], strict=False)) | kwargs
+        else:
+            options = _SIGNATURE.bind(*args, **kwargs).arguments
+        (query, key, value), length = args[:3], running.lengths[name]
+        dim = -2 if fused or query.dim() == 2 else -3
         own = positions_of_a_rank(length, group)
-        given, mask = [x.size(-2) for x in (query, key, value)], options.get("attn_mask")
+        given, mask = [x.size(dim) for x in (query, key, value)], options.get("attn_mask")
         if given != [own] * 3 or (mask is not None and mask.size(-2) not in (1, length)):
             given += [] if mask is None else [mask.size(-2)]
             raise other_branch(
@@ -148,14 +156,20 @@ def _attend(planned: AttendAcross, at: At) -> Callable[[Any, Any, Any], torch.Te
             raise other_branch(f"{where}: a rank has one of {length} positions, which code often treats apart")
         end = min((group.rank + 1) * own, length)
         count = max(1, end - group.rank * own)  # without padding; a rank that has nothing else keeps one
-        key, value = (gather_sum(x, -2, length, group) for x in (key, value))
+        keys = gather_sum(key, dim, length, group)
+        values = keys if value is key else gather_sum(value, dim, length, group)
+        query = query.narrow(dim, 0, count)
         if mask is not None and mask.size(-2) != 1:
-            options["attn_mask"] = take_rows(mask, -2, range(end - count, end))
-        elif mask is None and options.get("is_causal"):  # later keys are seen by none of these
-            key, value = key[..., :end, :], value[..., :end, :]
+            options |= {"attn_mask": take_rows(mask, -2, range(end - count, end)), "is_causal": False}
+        elif fused and mask is None and options.get("is_causal"):  # later keys are seen by none of these
+            keys, values = keys[..., :end, :], values[..., :end, :]
             options |= _causal_of_the_last(count, end, query)
-        seen = func(query[..., :count, :], key, value, **options)
-        return pad(seen.movedim(-2, 0), own, values=True).movedim(0, -2)
+        if fused:
+            seen, more = func(query, keys, values, **options), ()
+        else:
+            seen, *more = func(**options | {"query": query, "key": keys, "value": values})
+        padded = pad(seen.movedim(dim, 0), own, values=True).movedim(0, dim)
+        return padded if fused else (padded, *more)
 
     return run
 

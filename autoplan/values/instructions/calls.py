@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from autoplan.values.estimate import Cost
@@ -279,18 +279,20 @@ class AttentionCall(CallRewrite):
 @instruction
 class AttendAcross(CallRewrite):
     """A fused attention of a rank's own queries: it gets the keys and values of all ranks, and its rows of the mask.
-    Backward their gradients are summed, and each rank keeps those of its own positions."""
+    Backward their gradients are summed, and each rank keeps those of its own positions. `gathers`: the arguments that
+    are gathered, one where keys and values are made of the same."""
 
     sequence: SequenceName
+    gathers: tuple[int, ...] = (1, 2)
 
     takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "computed for own queries, with the keys and values of all ranks"
     cost = Cost("gather of keys and values", "call")
-    collectives = tuple(
-        Move(kind, Amount.ARGUMENT, backward, path=("args", at))
-        for kind, backward in ((Collective.ALL_GATHER, False), (Collective.REDUCE_SCATTER, True))
-        for at in (1, 2)
-    )
+    collectives = (Move(Collective.ALL_GATHER, Amount.ARGUMENT), Move(Collective.REDUCE_SCATTER, Amount.ARGUMENT, True))
+
+    @property
+    def own_moves(self) -> tuple[Move, ...]:
+        return tuple(replace(move, path=("args", at)) for move in self.collectives for at in self.gathers)
 
 
 @instruction
