@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoplan
-from autoplan.values import AttentionCall, ExchangeToPieces, ReduceScatterCall, RewriteCall
+from autoplan.values import (
+    AllGatherSequenceSumGradient,
+    AttendAcross,
+    AttentionCall,
+    ExchangeToPieces,
+    ReduceScatterCall,
+    RewriteCall,
+)
 
 WIDTH, HEADS = 32, 4
 
@@ -216,5 +223,34 @@ def test_a_mask_that_is_made_without_a_dtype() -> None:
     model = Decoder(WithTorchsAttention)
     assert autoplan.plan(model, tp_size=2, inputs=_inputs(16)).runtime.of(AttentionCall)
     plan = autoplan.plan(model, tp_size=2, cp_size=2, inputs=_inputs(16))
+    assert plan.runtime.of(AttentionCall) and plan.runtime.of(AttendAcross)
     report = autoplan.verify(model, plan, inputs=_inputs(13))
-    assert report.ok, report  # ranks of cp drop the same weights of the same heads
+    assert report.ok, report  # heads of tp, for the queries of cp
+
+
+class Encoder(Decoder):
+    """torch's own layers, with a mask of padding."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__(lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=batch_first))
+        self.batch_first = batch_first
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        x, padded = self.table(ids), ids == 0
+        x = x if self.batch_first else x.transpose(0, 1)
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=padded)
+        logits: Tensor = self.head(x if self.batch_first else x.transpose(0, 1))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_layers_attend_with_own_queries(batch_first: bool) -> None:
+    model = Encoder(batch_first)
+    plan = autoplan.plan(model, cp_size=2, inputs=_inputs(16))
+    (attention,) = plan.runtime.of(AttendAcross)
+    assert attention.gathers == (1,)  # keys and values are made of one value
+    assert not any(gather.pattern.startswith("blocks") for gather in plan.runtime.of(AllGatherSequenceSumGradient))
+    assert autoplan.verify(model, plan, inputs=_inputs(13), engine="gloo", checks=["forward"]).ok
+    block = plan.communication[0]
+    assert block.forward == {"all_gather": (1, WIDTH * 4)}  # once for keys and values
