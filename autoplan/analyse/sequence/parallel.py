@@ -82,7 +82,7 @@ def place_sequence(
             stream = walk.run()
             if stream is None or (not stream.refused and walk.leaves_blocks_cut()):
                 break
-            if best is None or (best[1].refused and not stream.refused):
+            if best is None or (best[1].refused and not (rescales and stream.refused)):
                 best = walk, stream
         else:
             walk, stream = best or (walk, stream)

@@ -203,7 +203,7 @@ def _record(annotation: Any, model: nn.Module) -> Want | None:
         fields = [name for name in cls.__annotations__ if name in cls.__required_keys__]
         return of_items("dict", {name: field_of(annotation, name) for name in fields}, model)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
-        fields = [name for name in cls._fields if name not in cls._field_defaults]
+        fields = cls._fields[: len(cls._fields) - len(cls.__new__.__defaults__ or ())]
         items = of_items("record", {name: field_of(annotation, name) for name in fields}, model).items
         return Want("list", value=annotation, items=tuple(enumerate(want for _, want in items)))
     return None

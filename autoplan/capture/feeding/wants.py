@@ -137,7 +137,8 @@ class Want:
         if self.kind in ("none", "value"):
             return self.value
         if self.kind == "list":
-            return getattr(self.value, "_make", self.value or list)(item.make(draw, sizes) for _, item in self.items)
+            items = [item.make(draw, sizes) for _, item in self.items]
+            return self.value(*items) if self.value not in (None, tuple) else (self.value or list)(items)
         if self.kind == "dict":
             return {self._key(key): item.make(draw, sizes) for key, item in self.items}
         if self.kind == "size":

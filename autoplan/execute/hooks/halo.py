@@ -27,6 +27,7 @@ from autoplan.execute.executors import Around, At, executes, other_branch
 from autoplan.execute.guard.marks import as_given, looking_on
 from autoplan.execute.hooks.exchange import exchanged, pad, positions_of_a_rank
 from autoplan.execute.hooks.sequence import SequenceShard, gather_sum, mark_shard
+from autoplan.ops import call_record
 from autoplan.values import AttendAcross, Halo
 
 
@@ -135,7 +136,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 @executes(AttendAcross)
 def _attend(planned: AttendAcross, at: At) -> Callable[[Any, Any, Any], Any]:
     running, group, name, where = at.running, at.group, planned.sequence.name, f"{at.where}: {planned.site}"
-    fused = planned.site.function == "scaled_dot_product_attention"
+    fused = call_record(planned.site.function).causal is not None  # else it projects, and the batch comes second
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         if fused:
