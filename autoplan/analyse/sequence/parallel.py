@@ -82,6 +82,7 @@ def place_sequence(
             stream = walk.run()
             if stream is None or (not stream.refused and walk.leaves_blocks_cut()):
                 break
+            # Else the first that is not refused, though blocks return whole values; of refusals the last usual one
             if best is None or (best[1].refused and not (rescales and stream.refused)):
                 best = walk, stream
         else:
