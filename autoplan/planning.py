@@ -200,6 +200,7 @@ def solve_source(
         uneven=wish.uneven == "blocks",
         remade=remade,
         context=wish.cp_size > 1,
+        gathered=capabilities.gathered,
         both=both,
     )
     how_many: HowMany = "all" if wish.cp_size == 1 else "one" if capabilities.one_stack else "most"

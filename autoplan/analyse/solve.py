@@ -38,6 +38,7 @@ from autoplan.values import (
     ClassFact,
     Constant,
     Finding,
+    HookKind,
     IntegerEdit,
     ParallelBlock,
     ParameterFact,
@@ -107,12 +108,13 @@ def solve(
     demands: Demands = NO_DEMANDS,
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     context: bool = False,
+    gathered: Collection[HookKind] | None = None,
 ) -> Solution:
     """Analyse a trace and decide its splits at `tp`. `scoped=False` refuses what hooks and integer edits cannot do.
 
     With `sequence_stacks` (the blocks of every stack) the stream between split regions is sharded along the sequence.
     `demands` are what a handwritten plan leaves to decide. `context`: split only the axes that calls which mix
-    positions treat independently (heads).
+    positions treat independently (heads). `gathered`: see Capabilities.
     """
     trace = without_own_loss(trace)
     flow = CallFlow(trace, blocks=chain.from_iterable(sequence_stacks or ()))
@@ -129,7 +131,8 @@ def solve(
         done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     sequence, rewritten = None, {call.pattern for call in done.scope.calls}
     if sequence_stacks is not None:
-        sequence = place_sequence(done.shards, flow, done.placement, sequence_stacks, context, rewritten)
+        cut = done.shards, flow, done.placement, sequence_stacks
+        sequence = place_sequence(*cut, context=context, rewritten=rewritten, gathered=gathered)
     return replace(_solution(trace, flow, done, tp, refusals, sequence, legal, demands), parted=parted)
 
 

@@ -13,7 +13,7 @@ is here and not in `planning.py`, since simulated ranks and `verify` draft plans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -29,10 +29,11 @@ from autoplan.check.permute import check_permutations
 from autoplan.check.ranks.common import Budget
 from autoplan.check.replay import replay
 from autoplan.check.verify.clone import Clone, Sizes, is_small_and_real, tried_sizes
+from autoplan.check.verify.compare import gathered_in
 from autoplan.check.verify.subject import SAME
 from autoplan.check.verify.verify import verify_tried
 from autoplan.common.code.ways import Ways, added, seen_code, ways_of
-from autoplan.common.errors import AutoplanError, CaptureError
+from autoplan.common.errors import AutoplanError, CaptureError, IndivisibleError
 from autoplan.common.options import Wish
 from autoplan.common.patterns import is_under, matches
 from autoplan.common.random_values import inputs_in, tried_dtypes, working_dtype
@@ -66,12 +67,18 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
     if wish.prove == "none" or wish.ranks == 1:
         return draft_plan(source, wish, choices=choices, module=module).plan
 
-    stage("trying a tiny clone on simulated ranks")
     wanted, budget = wanted_capabilities(wish), Budget(wish.trial_seconds)
     idle = choices is None and not wish.strict and wish.ep_size == 1
-    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget, idle)
+    draft = None
+    if wish.cp_size > 1:  # what is gathered depends on the model's sizes, and the clone gathers the same
+        with suppress(IndivisibleError):
+            draft = draft_plan(source, wish, choices=choices, module=module)
+            wanted = replace(wanted, gathered=gathered_in(draft.plan, module))
 
-    draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
+    stage("trying a tiny clone on simulated ranks")
+    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, wish.cp_size, choices, budget, idle)
+    if draft is None or settled.capabilities != wanted:
+        draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     plan = replace(draft.plan, findings=draft.plan.findings + settled.findings)
     if settled.unsummed:
         plan = replace(plan, runtime=replace(plan.runtime, unsummed=plan.runtime.given))
@@ -250,6 +257,7 @@ def settle_capabilities(
     stay, and the outcome says why and what to pass. `idle`: where nothing can be split, try a plan that splits nothing.
     """
     how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
+    how["gathered"] = wanted.gathered
     try:
         sizes = tried_sizes(source, Sizes(tp_size, ep_size, cp_size))
         report, tried, clone = verify_tried(sizes, None, traffic=False, idle=idle, **how)

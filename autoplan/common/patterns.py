@@ -15,8 +15,8 @@ False
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -137,6 +137,16 @@ class Universe:
 def starred(name: str) -> str:
     """Return the name with `*` for every number: the common pattern of blocks of one kind."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def like_modules(classes: Mapping[str, str]) -> dict[str, str]:
+    """Return a text for each module that is the same for those of like blocks: its name, its class and what lies beside
+    it (inside of it if it is a block). `classes`: the class of each module."""
+    inside = defaultdict(list)
+    for name, kind in classes.items():
+        inside[name.rpartition(".")[0]].append(f"{name.rpartition('.')[2]} {kind}")
+    blocks = {name: name if name.rpartition(".")[2].isdigit() else name.rpartition(".")[0] for name in classes}
+    return {name: f"{starred(name)} {kind} of {', '.join(inside[blocks[name]])}" for name, kind in classes.items()}
 
 
 def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str, ...]:

@@ -67,6 +67,7 @@ from autoplan.values.instructions.modules import (
     AroundModule,
     Capabilities,
     Constant,
+    HookKind,
     IntegerEdit,
     LocalExperts,
     OutputShape,

@@ -7,6 +7,9 @@ all that reads the value are modules that treat each position by itself: they ru
 heads is exchanged, and what they make whole is handed on in the same way, or gathered where other code reads it. The
 mixer's own code between is told the whole length. A sum that such a module leaves, because its input lies in pieces on
 ranks, is replaced by the exchange of that input.
+
+Each boundary has the form that moves fewer numbers on its rank, but since less is held after an exchange, it may move a
+tenth more, and on the way in as much as it saves on the way out of the same mixer.
 """
 
 from __future__ import annotations
@@ -15,24 +18,42 @@ import copy
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Kind, Placement
 from autoplan.analyse.sequence.stream import Stream
 from autoplan.analyse.sequence.stream_state import SequencePlacement
 from autoplan.analyse.sequence.windows import sizes_of
 from autoplan.common.layout import Layout
+from autoplan.common.patterns import like_modules
 from autoplan.ops import call_record
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import AllReduce, AllReduceGradient, Boundary, JoinPartial, SequenceName, WithholdPartial
+from autoplan.values import (
+    AllReduce,
+    AllReduceGradient,
+    Boundary,
+    HookKind,
+    JoinPartial,
+    SequenceName,
+    WithholdPartial,
+)
 from autoplan.values.trace import symbolics
+
+_MAY_MOVE = 1.1  # times what a gather moves: an exchange holds a part of the sequence
 
 
 def exchange(
-    streams: list[Stream], flow: CallFlow, placement: Placement, cut: SequencePlacement, rewritten: Collection[str]
+    streams: list[Stream],
+    flow: CallFlow,
+    placement: Placement,
+    cut: SequencePlacement,
+    rewritten: Collection[str],
+    gathered: Collection[HookKind] | None = None,
 ) -> None:
-    """Replace gathers and sums in `cut`. `rewritten`: modules in whose code calls are changed."""
+    """Replace gathers and sums in `cut`. `rewritten`: modules in whose code calls are changed. `gathered`: where
+    gathers and sums stay; by default where they move less."""
     for stream in streams:
-        walk = _Exchanges(stream, flow, placement, cut, rewritten)
+        walk = _Exchanges(stream, flow, placement, cut, rewritten, gathered)
         walk.begin()
         walk.enter()
         walk.leave()
@@ -55,10 +76,18 @@ class _Refused(Exception):
 
 class _Exchanges:
     def __init__(
-        self, stream: Stream, flow: CallFlow, placement: Placement, cut: SequencePlacement, rewritten: Collection[str]
+        self,
+        stream: Stream,
+        flow: CallFlow,
+        placement: Placement,
+        cut: SequencePlacement,
+        rewritten: Collection[str],
+        gathered: Collection[HookKind] | None,
     ) -> None:
         self.stream, self.flow, self.trace, self.cut, self.placement = stream, flow, stream.trace, cut, placement
-        self.shards, self.positions, self.rewritten = stream.shards, stream.positions, rewritten
+        self.shards, self.positions = stream.shards, stream.positions
+        self.rewritten, self.gathered = rewritten, gathered
+        self.alike = like_modules(self.trace.module_classes)
 
     # ------------------------------------------------------------------ where the stream begins
 
@@ -115,6 +144,8 @@ class _Exchanges:
                 for crossing, side in keys:
                     partial = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
                     self._hand_on(self.flow.tensor_at(crossing, side), crossing, side, partial, swap)
+                if self._stays(keys[0], self._gain(keys) + self._summed(swap.visits), self._moved(swap)):
+                    continue
                 self._convert(swap)
                 self._replace(keys, swap, self.cut.names[keys[0][0]])
 
@@ -152,7 +183,7 @@ class _Exchanges:
                 raise _Refused
             readers.add(reader)
         inside = {crossing.visit} & readers if side == "input" else set[int]()
-        if not readers or (inside and len(readers) > 1):
+        if (side == "input" and not readers) or (inside and len(readers) > 1):
             raise _Refused
         if not inside:
             swap.shown[crossing, side] = dim
@@ -182,13 +213,15 @@ class _Exchanges:
             piece, layout = self._pieces(output, dim)
             swap.pieces[crossing] = dim, piece, layout
             return
-        summed = (crossing, AllReduceGradient) in self.placement.outputs
+        partial = partial or (crossing, AllReduceGradient) in self.placement.outputs
         tried = _Swap(**{name: copy.copy(value) for name, value in vars(swap).items()})
-        try:
-            self._hand_on(output, crossing, "output", partial or summed, tried)
-            vars(swap).update(vars(tried))
-        except _Refused:
-            swap.gathered[crossing] = dim, partial or summed
+        with suppress(_Refused):
+            self._hand_on(output, crossing, "output", partial, tried)
+            gathered = self._width(output) * (1 + partial) + self._summed(tried.visits - swap.visits)
+            if not self._stays((crossing, "output"), gathered, self._moved(tried) - self._moved(swap)):
+                vars(swap).update(vars(tried))
+                return
+        swap.gathered[crossing] = dim, partial
 
     def _module_around(self, use: int, tensor: int, crossing: Crossing, side: str) -> int:
         """The outermost module around a call, behind a boundary, that makes all of it position by position."""
@@ -248,6 +281,62 @@ class _Exchanges:
             raise _Refused
         return split[0][0] - len(layouts), str(split[0][1])
 
+    # ------------------------------------------------------------------ which form
+
+    def _stays(self, point: tuple[Crossing, str], gathered: int, exchanged: int) -> bool:
+        """Return whether the stream is gathered, or a sum reduce-scattered, there. The numbers are what each moves."""
+        if self.gathered is not None:
+            return (self.alike[point[0].module], point[1]) in self.gathered
+        return exchanged > _MAY_MOVE * gathered
+
+    def _width(self, tensor: int) -> int:
+        """The numbers that a rank holds for each position."""
+        dim = self._plain(tensor)
+        return prod(self.shards.local_shape(tensor, 0)) // self.trace.tensors[tensor].shape[dim]
+
+    def _moved(self, swap: _Swap) -> int:
+        """Numbers for each position, forward and backward; the gradient of a gather is moved only if it is partial."""
+        pieces = sum(2 * self._width(self.flow.tensor_at(crossing, "output")) for crossing in swap.pieces)
+        return pieces + sum(
+            (1 + partial) * self._width(self.flow.tensor_at(crossing, "output"))
+            for crossing, (_, partial) in swap.gathered.items()
+        )
+
+    def _summed(self, visits: set[int]) -> int:
+        """Numbers for each position of gradients that are all-reduced in these runs of modules, unless exchanged."""
+        spans = [self.trace.visits[number].calls for number in visits]
+        return sum(
+            2 * self._width(self.flow.tensor_at(crossing, side))
+            for side, place in (("output", self.placement.outputs), ("input", self.placement.inputs))
+            for crossing, kind in place
+            if kind is AllReduceGradient and (crossing, side) not in {*self.cut.gather_sums, *self.cut.dropped}
+            if any(first <= crossing.first and crossing.last <= last for first, last in spans)
+        )
+
+    def _gain(self, keys: list[tuple[Crossing, str]]) -> int:
+        """What a swap may move: as much as the gathers, and what exchanges save where the same mixers leave sums."""
+        allowed, leaving = 0, dict[Crossing, int]()
+        for crossing, side in keys:
+            summed = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
+            allowed += self._width(self.flow.tensor_at(crossing, side)) * (1 + summed)
+            first = crossing.first if side == "input" else crossing.last
+            behind = sorted((c for c in self.cut.reduce_scatters if c.first >= first), key=lambda c: c.first)
+            inside = [c for c in behind if c.last <= crossing.last] if side == "input" else []
+            leaving |= {c: 2 * self._saved(c) for c in inside or behind[:1]}
+        return allowed + sum(leaving.values())
+
+    def _saved(self, crossing: Crossing) -> int:
+        """Numbers for each position by which the exchange of a module's input is less than the sum of its output."""
+        swap = _Swap()
+        with suppress(_Refused):
+            self._give_back(crossing, swap)
+            entry = next(iter(swap.pieces))
+            less = self._width(self.flow.tensor_at(crossing, "output")) - self._width(
+                self.flow.tensor_at(entry, "input")
+            )
+            return max(0, less)
+        return 0
+
     # ------------------------------------------------------------------ sums
 
     def leave(self) -> None:
@@ -263,6 +352,10 @@ class _Exchanges:
                 for crossing in crossings:
                     self._give_back(crossing, swap)
                 if any(c in joining for c in crossings) and self._withheld():
+                    continue
+                summed = sum(self._width(self.flow.tensor_at(c, "output")) for c in crossings)
+                moved = sum(self._width(self.flow.tensor_at(entry, "input")) for entry in swap.pieces)
+                if self._stays((crossings[0], "output"), summed, moved):
                     continue
                 self._convert(swap, "input")
                 for crossing in crossings:

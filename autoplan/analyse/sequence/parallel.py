@@ -44,6 +44,7 @@ from autoplan.values import (
     ExchangeToPositions,
     Finding,
     Halo,
+    HookKind,
     LogitsOfPositions,
     NoteShard,
     OwnPositions,
@@ -66,10 +67,11 @@ def place_sequence(
     stacks: Iterable[tuple[str, ...]],
     context: bool = False,
     rewritten: Collection[str] = (),
+    gathered: Collection[HookKind] | None = None,
 ) -> SequencePlacement:
     """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole.
     `context`: all gradients outside of split regions are parts of a sum. `rewritten`: modules in whose code calls are
-    changed."""
+    changed. `gathered`: see Capabilities."""
     walks: list[Stream] = []
     placements: list[SequencePlacement] = []
     refused: list[WholeSequence] = []
@@ -108,7 +110,7 @@ def place_sequence(
         if context:
             leave_partial(flow, placement, result)
             take_halos(walks, flow, result)
-            exchange(walks, flow, placement, result, rewritten)
+            exchange(walks, flow, placement, result, rewritten, gathered)
             result.calls = attended(result.attended, shards)
             result.pairs = pairs_of_positions(walks)
     except Refused as error:

@@ -21,7 +21,7 @@ from autoplan.capture.feeding.resize import with_other_paths
 from autoplan.check.ranks.common import KeptOutside
 from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import check_context_size, check_count, check_expert_size
+from autoplan.common.options import Wish, check_context_size, check_count, check_expert_size
 from autoplan.common.random_values import cast_numbers, inputs_in, randomise, tried_dtypes, working_dtype
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.patches.seeding import Lifted
@@ -175,6 +175,9 @@ class Sizes:
     tp: int
     ep: int = 1
     cp: int = 1
+
+    def wish(self) -> Wish:
+        return Wish(self.tp, self.ep, cp_size=self.cp)
 
     @staticmethod
     def of_plan(plan: Plan, ep_size: int | None = None) -> Sizes:

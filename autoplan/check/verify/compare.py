@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,9 +21,9 @@ from autoplan.check.ranks.threads import listening
 from autoplan.check.verify.clone import Clone, Sizes
 from autoplan.check.verify.subject import tensors_in, weighted_sum
 from autoplan.common.code.ways import recording
+from autoplan.common.errors import IndivisibleError
 from autoplan.common.nested import flatten_tensors
-from autoplan.common.options import Wish
-from autoplan.common.patterns import best_match, is_under, matches, starred
+from autoplan.common.patterns import best_match, is_under, like_modules, matched_by, matches, starred
 from autoplan.common.random_values import working_dtype
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.written_plans.choices import ChosenCuts
@@ -32,7 +32,20 @@ from autoplan.execute.tensor_parallel import applied
 from autoplan.hf.source import resolve
 from autoplan.ops.elementwise import literals_say
 from autoplan.planning import capture_source, draft_plan
-from autoplan.values import Boundary, CallRewrite, Capabilities, Collective, Finding, Plan, SequenceBoundary, Traffic
+from autoplan.values import (
+    AllGatherSequence,
+    AllGatherSequenceSumGradient,
+    Boundary,
+    CallRewrite,
+    Capabilities,
+    Collective,
+    Finding,
+    HookKind,
+    Plan,
+    ReduceScatterSequence,
+    SequenceBoundary,
+    Traffic,
+)
 
 Tensors = Mapping[str, torch.Tensor]
 FLOOR = 1e-4
@@ -174,11 +187,22 @@ def _alike(tensors: Sequence[torch.Tensor | None]) -> bool:
 # The plan that is applied to a clone, derived by the same rules as the one to be verified, and how the two differ.
 
 
-def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Capabilities, ...]:
-    """Return the capabilities to try, in order: a plan's own; without a plan the safest is last."""
+def capabilities_of(
+    plan: Plan | None,
+    source: Any,
+    sequence_parallel: bool,
+    sizes: Sizes,
+    gathered: frozenset[HookKind] | None = None,
+) -> tuple[Capabilities, ...]:
+    """Return the capabilities to try, in order: the own of a plan of this model; without a plan the safest is last."""
     if plan is not None:
         scoped = bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary)
-        return (Capabilities(scoped, plan.sequence_parallel, one_stack=plan.cp_size > 1 and _cuts_one_stack(plan)),)
+        one_stack = plan.cp_size > 1 and _cuts_one_stack(plan)
+        gathered = gathered_in(plan, source.module())
+        return (Capabilities(scoped, plan.sequence_parallel, one_stack=one_stack, gathered=gathered),)
+    if sizes.cp > 1 and gathered is None:
+        with suppress(IndivisibleError):
+            gathered = gathered_in(draft_plan(source, sizes.wish()).plan, source.module())
     cut = (Capabilities(True, True),) if sequence_parallel or sizes.cp > 1 else ()
     outer = (*cut, Capabilities(True), Capabilities(False))
     if sizes.cp > 1:
@@ -186,7 +210,20 @@ def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) ->
     inside = (
         tuple(replace(capabilities, experts=False) for capabilities in outer) if sizes.ep > 1 and sizes.tp > 1 else ()
     )
-    return outer + inside
+    return tuple(replace(capabilities, gathered=gathered) for capabilities in outer + inside)
+
+
+def gathered_in(plan: Plan, model: nn.Module) -> frozenset[HookKind] | None:
+    """Return where a plan over cp gathers the stream or reduce-scatters a sum, which depends on the model's sizes."""
+    if plan.cp_size == 1:
+        return None
+    moved = [
+        (instruction.pattern, instruction.side)
+        for instruction in plan.runtime.of(SequenceBoundary)
+        if isinstance(instruction, AllGatherSequence | AllGatherSequenceSumGradient | ReduceScatterSequence)
+    ]
+    alike = like_modules({name: type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)})
+    return frozenset((alike[name], side) for pattern, side in moved for name in matched_by(pattern, alike.keys()))
 
 
 def _cuts_one_stack(plan: Plan) -> bool:
@@ -224,8 +261,7 @@ def plan_for(
                 clone.recorded["run"] = capture_source(resolved, clone.model)
             clone.recorded["ways"] = ways.ways
         captured = clone.recorded["run"]
-    wish = Wish(sizes.tp, sizes.ep, cp_size=sizes.cp)
-    derived = draft_plan(resolved, wish, choices=choices, capabilities=capabilities, captured=captured).plan
+    derived = draft_plan(resolved, sizes.wish(), choices=choices, capabilities=capabilities, captured=captured).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 

@@ -38,6 +38,7 @@ from autoplan.patches.simulated_ranks import alone
 from autoplan.values import (
     Capabilities,
     Finding,
+    HookKind,
     Plan,
     Report,
     SplitLogits,
@@ -136,11 +137,12 @@ def verify_source(
     clone: Clone | None = None,
     traffic: bool = True,
     idle: bool = False,
+    gathered: frozenset[HookKind] | None = None,
 ) -> Report:
     """Run `verify` on a resolved source; without a plan, with the choices of a written one.
 
     `clone`: a clone of the source, if there is one already. `traffic`: measure what each block moves. `idle`: where
-    nothing can be split, or all that is split is wrong, try a plan that splits nothing.
+    nothing can be split, or all that is split is wrong, try a plan that splits nothing. `gathered`: see Capabilities.
 
     Raise BudgetSpent if the time runs out before anything is known; errors found by then are reported.
     """
@@ -157,7 +159,7 @@ def verify_source(
     report: Report | None = None
     applied: Plan | None = None
     idle = idle and plan is None and sizes.cp == 1
-    ways = capabilities_of(plan, sequence_parallel, sizes)
+    ways = capabilities_of(plan, source, sequence_parallel, sizes, gathered)
     ways = (*ways, Capabilities(False, idle=True)) if idle else ways
     for wanted in ways:
         if wanted.idle and report is not None:
@@ -241,7 +243,7 @@ def _verify_mesh(
     wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
     dims = dict(zip(mesh.names, mesh.sizes, strict=True))
     how: Any = {"others": clone.others, "engine": engine, "dims": dims}
-    for capabilities in capabilities_of(plan, sequence_parallel, sizes):
+    for capabilities in capabilities_of(plan, source, sequence_parallel, sizes):
         applied, findings = Plan(source.name, 1, layers=layers(clone.model)), list[Finding]()
         if sizes.ranks > 1:
             applied, findings = plan_for(clone, source, plan, sizes, capabilities)

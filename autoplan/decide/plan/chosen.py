@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from autoplan.values import (
     ClassFact,
     Entry,
     Finding,
+    HookKind,
     LocalExperts,
     ParameterFact,
     Plan,
@@ -229,6 +230,7 @@ def solve_chosen(
     packed: tuple[PackedWeight, ...] = (),
     uneven: bool = False,
     context: bool = False,
+    gathered: Collection[HookKind] | None = None,
     both: Shards | None = None,
 ) -> Solution:
     """Return the solution under a written plan, with notes on it. Raises if the plan asks for the impossible.
@@ -238,6 +240,7 @@ def solve_chosen(
     calls that mix positions keep independent. `both`: the split over ranks of context parallelism combined with these.
     """
     how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts, "context": context}
+    how["gathered"] = gathered
     tried = stay_whole(trace, whole, DifferedOnRanks()) if whole else NO_DEMANDS
     blocks = Demands(packed=packed_in_trace(packed, trace), uneven=uneven) if packed else NO_DEMANDS
     if both is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from autoplan.values.estimate import Cost
 from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
@@ -208,13 +208,17 @@ class Runtime:
         return tuple(instruction for instruction in self.instructions if isinstance(instruction, kind))
 
 
+HookKind: TypeAlias = tuple[str, str]  # modules by `like_modules`, the side of the hook
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """The features that a plan may use: the scoped function mode, and sharding the stream along the sequence.
 
     `whole`: patterns of modules whose parameters are replicated, because sharded they gave other results. `experts`:
     experts may be distributed over ranks, if requested. `idle`: a plan may split nothing. `one_stack`: of all stacks of
-    blocks only the last is sharded along its sequence (the text's, behind towers).
+    blocks only the last is sharded along its sequence (the text's, behind towers). `gathered`: where context
+    parallelism gathers the stream, or reduce-scatters a sum; None: where that moves less than an exchange.
     """
 
     scoped: bool = True
@@ -223,6 +227,7 @@ class Capabilities:
     experts: bool = True
     idle: bool = False
     one_stack: bool = False
+    gathered: frozenset[HookKind] | None = None
 
     def __str__(self) -> str:
         """Return what differs from the usual."""
