@@ -18,7 +18,16 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.torch_internals import local_part, local_spec, place_local
 from autoplan.execute.collectives import index_of, like
-from autoplan.execute.parameters.held import UNITS_ALONE, Held, Mark, held_by, held_parameters, mark_of, record_of, units_of
+from autoplan.execute.parameters.held import (
+    UNITS_ALONE,
+    Held,
+    Mark,
+    held_by,
+    held_parameters,
+    mark_of,
+    record_of,
+    units_of,
+)
 from autoplan.execute.parameters.mixed import in_place, mixed, ordered
 from autoplan.execute.parameters.picked import (
     draw,
