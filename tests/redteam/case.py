@@ -112,18 +112,20 @@ def case(
     sequence: bool | None = False,
     cp: int | None = None,
     dp: int | None = None,
+    also: str = "",
     **options: Any,
 ) -> Callable[..., Any]:
     """Register the decorated class or function, which builds the model, as a case of its file's class.
 
     `sequence`: True: with sequence parallelism; None: with and without it. `cp`: with context parallelism too;
-    `dp`: with data-parallel ranks too.
+    `dp`: with data-parallel ranks too; `also`: in another setting.
     """
     sizes = (tp,) if isinstance(tp, int) else tp
     kinds = (False, True) if sequence is None else (sequence,)
     settings = tuple(Setting(size, kind) for size in sizes for kind in kinds)
     settings += (Setting(1, cp=cp),) if cp else ()
     settings += (Setting(sizes[0], dp=dp),) if dp else ()
+    settings += (Setting.parse(also),) if also else ()
 
     def register(build: Any) -> Any:
         kind = build.__module__.rpartition(".")[2]
