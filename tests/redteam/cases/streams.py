@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..case import HOSTILE, call, case, floats, ids
+from ..parts import Attention, Mlp
 from . import attention, counted, habits, mixers, norms
 
 
@@ -86,6 +87,21 @@ for _block in _BLOCKS:
         options={"sequence_padding": "pad"},
     )(stacked(_block))
 
+
+class ResidualInAttention(nn.Module):
+    """The attention adds what it was given, and mixes positions in its own code; then an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = Attention(), Mlp()
+
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+
+case(call(ids(2, 6)), call(ids(2, 6), _train=True), tp=(), cp=2, also="cp2+tp2", options={"sequence_padding": "pad"})(
+    stacked(ResidualInAttention)
+)
 
 # "shorter" has positions that two ranks do not share evenly
 case(call(ids(2, 6)), sequence=True, allowed=HOSTILE, options={"sequence_padding": "pad"})(
