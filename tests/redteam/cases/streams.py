@@ -6,7 +6,7 @@ from torch import nn
 
 from ..case import HOSTILE, call, case, floats, ids
 from ..parts import Attention, Mlp
-from . import attention, counted, habits, mixers, norms
+from . import attention, constrained, counted, habits, mixers, norms
 
 
 class Stack(nn.Module):
@@ -101,6 +101,10 @@ class ResidualInAttention(nn.Module):
 
 case(call(ids(2, 6)), call(ids(2, 6), _train=True), tp=(), cp=2, also="cp2+tp2", options={"sequence_padding": "pad"})(
     stacked(ResidualInAttention)
+)
+
+case(call(ids(2, 12)), call(ids(2, 12), _train=True), call(ids(4, 8)), tp=(), cp=2, allowed=HOSTILE)(
+    stacked(constrained.RowsRenormed)
 )
 
 # "shorter" has positions that two ranks do not share evenly
