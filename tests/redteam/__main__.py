@@ -43,7 +43,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("patterns", nargs="*", help='ids such as "flags/*@tp2"')
     parser.add_argument("--verify", choices=("wrong", "all", "no"), default="wrong", help="whom verify is asked about")
-    parser.add_argument("--setting", help='one for all, whatever is written at the cases: "cp2", "tp2+sp", "tp2+dp2"')
+    parser.add_argument(
+        "--setting",
+        help='one for all, whatever is written at the cases: "cp2", "tp2+sp", "tp2+dp2+ac", "tp2+bf16", "tp2+meta"',
+    )
     parser.add_argument("--out", help="a file of JSON lines")
     asked = parser.parse_args()
     names = [name for case in CASES.values() for name in case.ids()]

@@ -14,6 +14,7 @@ __all__ = ["CASES", "HOSTILE", "SOUND", "Call", "Case", "Setting", "call", "case
 
 SOUND = ("exact",)
 HOSTILE = ("exact", "refused")
+HOW = ("ac", "bf16", "meta")
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,26 @@ class Call:
 class Setting:
     """Sizes of the mesh, and whether the stream is cut along the sequence too: "tp2", "tp4+sp", "tp2+cp2", "tp2+dp2".
 
-    Ranks of a data-parallel dim are given the same data, so that means over them are what one process has.
+    Ranks of a data-parallel dim are given the same data, so that means over them are what one process has. `how`:
+    "ac" (blocks are checkpointed), "bf16" (the model is in bfloat16), "meta" (it is built on meta, and loaded).
     """
 
     tp: int = 2
     sequence: bool = False
     cp: int = 1
     dp: int = 1
+    how: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, told: str) -> Setting:
-        sizes = {part[:2]: int(part[2:]) for part in told.split("+") if part != "sp"}
-        return cls(sizes.get("tp", 1), "sp" in told.split("+"), sizes.get("cp", 1), sizes.get("dp", 1))
+        parts = told.split("+")
+        sizes = {part[:2]: int(part[2:]) for part in parts if part != "sp" and part not in HOW}
+        how = tuple(part for part in HOW if part in parts)
+        return cls(sizes.get("tp", 1), "sp" in parts, sizes.get("cp", 1), sizes.get("dp", 1), how)
 
     def __str__(self) -> str:
         sizes = [f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp)) if size > 1]
-        return "+".join([*sizes, "sp"] if self.sequence else sizes)
+        return "+".join([*sizes, *(["sp"] if self.sequence else []), *self.how])
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -107,18 +112,20 @@ def case(
     sequence: bool | None = False,
     cp: int | None = None,
     dp: int | None = None,
+    also: str = "",
     **options: Any,
 ) -> Callable[..., Any]:
     """Register the decorated class or function, which builds the model, as a case of its file's class.
 
     `sequence`: True: with sequence parallelism; None: with and without it. `cp`: with context parallelism too;
-    `dp`: with data-parallel ranks too.
+    `dp`: with data-parallel ranks too; `also`: in another setting.
     """
     sizes = (tp,) if isinstance(tp, int) else tp
     kinds = (False, True) if sequence is None else (sequence,)
     settings = tuple(Setting(size, kind) for size in sizes for kind in kinds)
     settings += (Setting(1, cp=cp),) if cp else ()
     settings += (Setting(sizes[0], dp=dp),) if dp else ()
+    settings += (Setting.parse(also),) if also else ()
 
     def register(build: Any) -> Any:
         kind = build.__module__.rpartition(".")[2]

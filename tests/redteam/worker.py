@@ -22,6 +22,7 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -68,7 +69,8 @@ class Outcome:
 def setting_of(name: str) -> tuple[Case, Setting]:
     """The case and the setting that an id such as "flags/Norm@tp2+sp" means."""
     stem, _, told = name.partition("@")
-    return CASES[stem], Setting.parse(told)
+    case, setting = CASES[stem], Setting.parse(told)
+    return (replace(case, dtype=torch.bfloat16) if "bf16" in setting.how else case), setting
 
 
 def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wrong") -> Outcome:
@@ -108,13 +110,16 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         where = "parallelize"
         mesh = init_device_mesh("cpu", tuple(setting.mesh.values()), mesh_dim_names=tuple(setting.mesh))
         unguarded = {"path_guard": "off"} if fault else {}  # a planted fault is code that the plan never saw
-        sharded = autoplan.parallelize(build(case), mesh, made, **case.options, **unguarded)
+        blocks = {"activation_checkpointing": True} if "ac" in setting.how else {}
+        sharded = _sharded(case, setting, mesh, made, **case.options, **unguarded, **blocks)
         split = sum(isinstance(p, DTensor) and not p.placements[-1].is_replicate() for p in sharded.parameters())
         with _planted(fault, sharded):
             names = iter([*(step.name for step in steps), "end"])
             compared = _compared(case, sharded, steps)
             where = next(names)
+            rounding = _rounding(case, steps) if "bf16" in setting.how else {}
             for name_of_step, (error, key) in compared:
+                error *= case.tolerance / max(case.tolerance, rounding.get(name_of_step, 0.0))
                 worst, at = max((worst, at), (error, f"{name_of_step}: {key}"))
                 where = next(names, "end")
     except autoplan.AutoplanError as error:
@@ -130,6 +135,39 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         return Outcome(name, "refused", worst, at, "nothing is split", proven)
     left = _changed(before, _surroundings())
     return Outcome(name, kind, worst, at, "", proven, None, split, idle, surroundings=left)
+
+
+def _sharded(case: Case, setting: Setting, mesh: Any, made: Any, **options: Any) -> nn.Module:
+    if "meta" not in setting.how:
+        return autoplan.parallelize(build(case), mesh, made, **options)
+    with tempfile.TemporaryDirectory() as folder:  # one of each rank
+        save_file(
+            {k: v.clone().contiguous() for k, v in build(case).state_dict().items()}, f"{folder}/model.safetensors"
+        )
+        with torch.device("meta"):
+            empty = build(case)
+        model = autoplan.parallelize(empty, mesh, made, **options)
+        autoplan.load_weights(model, folder)
+        return model
+
+
+def _rounding(case: Case, steps: list[Step]) -> dict[str, float]:
+    """How far the unsharded model in this dtype is from the one in double precision, several times over."""
+    runs = []
+    for one in (case, replace(case, dtype=torch.float64)):
+        model = build(one)
+        if one.prepare is not None:
+            one.prepare(model)
+        runs.append(dict(observe(one, model, steps)))
+    low, high = runs
+    return {
+        name: 8 * difference(_double(high[name]), _double(found))[0] + torch.finfo(case.dtype).eps
+        for name, found in low.items()
+    }
+
+
+def _double(found: dict[str, Any]) -> dict[str, Any]:
+    return {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in found.items()}
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.stream_state import Refused, SequencePlacement
 from autoplan.common.patterns import is_under
-from autoplan.values import AllReduce, AllReduceGradient
+from autoplan.values import AllReduce, AllReduceGradient, ScaleGradient
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 
@@ -32,6 +32,10 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     cut.picked = dict(walk.picked(cut.heads))
     cut.scaled = set(walk.scaled)
     cut.summed_back |= set(walk.given_alone())
+    done_at = {"output": placement.outputs, "input": placement.inputs}
+    for side, place in done_at.items():  # a gradient that is a part of a sum is not divided again
+        divided = {crossing: done for (crossing, kind), done in place.items() if kind is ScaleGradient}
+        cut.undone |= {done for crossing, done in divided.items() if flow.tensor_at(crossing, side) in walk.seen}
 
 
 class _Outside:

@@ -33,6 +33,7 @@ from autoplan.common.options import Checkpointing, Request
 from autoplan.common.torch_internals import own_parameters
 from autoplan.execute.checkpointing.policies import (
     CacheCopies,
+    WrittenBuffers,
     all_but_drawn,
     intact_contexts,
     is_cache,
@@ -63,8 +64,7 @@ class Runs:
 
 @dataclass
 class _State:
-    """The state of one checkpointed module: the hooks that now run inside, its former forward, the rank's running
-    state."""
+    """The state of one checkpointed module: the hooks that now run inside, its former forward, the running state."""
 
     hooks: dict[str, OrderedDict[int, Any]]
     forward: Callable[..., Any] | None  # an instance's own, if it had one
@@ -167,9 +167,8 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded(module: nn.Module, state: _State, args: Any, kwargs: Any) -> Any:
-    call = _Calls(module, state)
     options: dict[str, Any] = {"context_fn": intact_contexts} if state.selective else {}
-    return checkpoint(call, args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
+    return checkpoint(_Calls(module, state), args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
 
 
 _uncompiled = torch.compiler.disable(_recorded)
@@ -181,6 +180,7 @@ class _Calls:
     def __init__(self, module: nn.Module, state: _State) -> None:
         self.module, self.state, self.ran = module, state, False
         self.caches: CacheCopies | None = None
+        self.written = WrittenBuffers(module)
         self.modes = _get_current_function_mode_stack()
         state.runs.kept += 1
         self.random = state.running is not None and state.running.randomness.active
@@ -191,7 +191,9 @@ class _Calls:
         if not self.ran:
             self.ran = True
             self.caches = CacheCopies.of(args, kwargs)
-            return _run(self.module, self.state, args, kwargs)
+            result = _run(self.module, self.state, args, kwargs)
+            self.written.forget_others()
+            return result
         self.state.runs.again += 1
         if self.caches is not None:
             args, kwargs = self.caches.put_into(args, kwargs)
@@ -216,6 +218,7 @@ class _Calls:
             for record, summed in zip(self.records, self.summed, strict=True):
                 stack.callback(setattr, record, "summed", record.summed)
                 record.summed = summed
+            stack.enter_context(self.written.as_before())
             if running is not None:
                 # Random streams count as switched; the checkpoint itself restores their state.
                 stack.callback(running.frames.__setitem__, slice(None), list(running.frames))

@@ -1,4 +1,4 @@
-"""Policies of checkpointing: what selective ones save, and copies of caches."""
+"""Policies of checkpointing: what selective ones save, and copies of caches and of written buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, _VersionWrapper, create_sel
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
-from autoplan.common.torch_internals import TorchDispatchMode, schema_of, version_of
+from autoplan.common.torch_internals import TorchDispatchMode, own_buffers, schema_of, version_of
 from autoplan.execute.parameters.held import memory_of
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Drawn
@@ -185,3 +185,37 @@ def _copy(value: Any, seen: dict[int, Any], versions: list[tuple[torch.Tensor, i
     else:
         return value
     return seen[id(value)]
+
+
+class WrittenBuffers:
+    """Buffers that a block's forward writes to (running statistics), as they were: a recomputation starts from copies,
+    and writes to these."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.buffers = [
+            (module, name, buffer, version_of(buffer), buffer.detach().clone())
+            for module in block.modules()
+            for name, buffer in own_buffers(module).items()
+            if module.training and buffer is not None and not buffer.is_inference()
+        ]
+
+    def forget_others(self) -> None:
+        """Forget buffers that the forward did not write to. Norms of torch write without counting it."""
+        self.buffers = [
+            (module, name, buffer, version, before)
+            for module, name, buffer, version, before in self.buffers
+            if getattr(module, "track_running_stats", False)
+            or own_buffers(module).get(name) is not buffer
+            or version_of(buffer) != version
+        ]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [own_buffers(module).get(name) for module, name, *_ in self.buffers]
+        for module, name, _, _, before in self.buffers:
+            own_buffers(module)[name] = before.clone()
+        try:
+            yield
+        finally:
+            for (module, name, *_), buffer in zip(self.buffers, now, strict=True):
+                own_buffers(module)[name] = buffer

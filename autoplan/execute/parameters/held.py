@@ -146,6 +146,14 @@ class Held:
         return ranked if order is None else take_rows(ranked, self.dim, order)
 
 
+UNITS_ALONE = RankGroup("", 1, 0)  # the group of a parameter that FSDP2 shards and tensor parallelism does not
+
+
+def units_of(x: DTensor, held: Held | None) -> int:
+    """Return the number of mesh dims over which FSDP2 shards a tensor: they come first."""
+    return x.device_mesh.ndim - (held is None or held.group != UNITS_ALONE)
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """Return a number that tensors with the same storage share. No data pointer is read: a fake tensor has none."""
     return storage_id(local_part(tensor) if isinstance(tensor, DTensor) else tensor)

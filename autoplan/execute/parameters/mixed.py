@@ -31,7 +31,7 @@ from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.torch_internals import backward_hooks, local_part, local_spec, place_local, schema_of
 from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, in_backward
-from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of
+from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of, units_of
 from autoplan.execute.parameters.picked import held_of_memory, marked_modules
 from autoplan.execute.parameters.state_dict import local_piece, whole_tensor
 from autoplan.patches.mixed_ops import NOT_OURS
@@ -67,14 +67,14 @@ def in_place(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
 
 def _lies_on(module: nn.Module, mesh: DeviceMesh) -> bool:
     """Return whether a module has parameters on this mesh; not those of another rank that is a thread."""
-    meshes = (p.device_mesh for p in module._parameters.values() if isinstance(p, DTensor))
+    meshes = (p.device_mesh for p in _parameters([module]))
     return any(other == mesh and other.get_coordinate() == mesh.get_coordinate() for other in meshes)
 
 
 def _is_same_on_ranks(x: DTensor) -> bool:
     """Return whether it is a replicated parameter of which every rank computes the whole gradient."""
     held = held_by(x) if x.is_leaf else None
-    return held is not None and held.dim is None and held.gradient == "local" and x.device_mesh.ndim == 1
+    return held is not None and held.dim is None and held.gradient == "local" and not units_of(x, held)
 
 
 def _changed(value: Any, change: Any) -> Any:
@@ -103,7 +103,7 @@ def _part(x: DTensor, owners: list[nn.Module]) -> torch.Tensor | None:
     """Return this rank's part of a parameter, or of what was computed of it; None if its gradient is wanted."""
     held = held_of_memory(x)
     wide = _may_be_in_rank_order(x, owners) if held is None else held if held.read is not None else None
-    if (x.requires_grad and torch.is_grad_enabled()) or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
+    if (x.requires_grad and torch.is_grad_enabled()) or units_of(x, held) or x.placements[0].is_partial():
         return None
     if wide is not None and (wide.has_spare_room or wide.read is not None):
         return None
@@ -112,11 +112,12 @@ def _part(x: DTensor, owners: list[nn.Module]) -> torch.Tensor | None:
 
 def _parameters(owners: list[nn.Module]) -> Iterator[DTensor]:
     for module in owners:
-        yield from (p for p in module._parameters.values() if isinstance(p, DTensor))
+        yield from (p for p in module.parameters(recurse=False) if isinstance(p, DTensor))
 
 
 def _on_full_tensors(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -> Any:
     wholes: dict[int, tuple[torch.Tensor, DTensor, Held | None]] = {}
+    units = min((units_of(p, held_by(p)) for p in _parameters(owners)), default=0)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor):
@@ -124,7 +125,7 @@ def _on_full_tensors(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -
         if id(x) not in wholes:
             held = _how_it_lies(op, x, owners)
             if x.requires_grad and torch.is_grad_enabled():
-                _hand_pieces(x, held)
+                _hand_pieces(x, held, units)
             wholes[id(x)] = whole_tensor(x, held), x, held
         return wholes[id(x)][0]
 
@@ -206,16 +207,18 @@ def _how_it_lies(op: Any, x: DTensor, owners: list[nn.Module]) -> Held | None:
 # Gradients.
 
 
-def _hand_pieces(x: DTensor, held: Held | None) -> None:
-    """Make a full gradient of a DTensor one that lies as it does. A parameter is hooked once."""
+def _hand_pieces(x: DTensor, held: Held | None, units: int) -> None:
+    """Make a full gradient of a DTensor one that lies as it does, on the mesh of which FSDP2 has the first `units`
+    dims. A parameter is hooked once."""
     hooks = (backward_hooks(x) or {}).values()
     if not any(isinstance(hook, _Pieces) for hook in hooks):
-        x.register_hook(_Pieces(x, held))
+        x.register_hook(_Pieces(x, held, units))
 
 
 class _Pieces:
-    def __init__(self, x: DTensor, held: Held | None) -> None:
-        self.held, self.how, self.shape, self.stride = held, _how(x), x.shape, x.stride()
+    def __init__(self, x: DTensor, held: Held | None, units: int) -> None:
+        self.held, self.units = held, units
+        self.how, self.shape, self.stride = _how(x), x.shape, x.stride()
         _expected.add(self)
 
     def fit(self, gradient: DTensor) -> bool:
@@ -226,7 +229,7 @@ class _Pieces:
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         if isinstance(gradient, DTensor):
             return gradient
-        return _Piece.apply(gradient, self.held, *self.how, self.shape, self.stride)
+        return _Piece.apply(gradient, self.held, self.units, *self.how, self.shape, self.stride)
 
 
 _expected: weakref.WeakSet[_Pieces] = weakref.WeakSet()
@@ -241,10 +244,17 @@ class _Piece(Recorded):
 
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, held: Held | None, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any
+        ctx: Any,
+        whole: torch.Tensor,
+        held: Held | None,
+        units: int,
+        mesh: DeviceMesh,
+        placements: Any,
+        shape: Any,
+        stride: Any,
     ) -> torch.Tensor:
-        ctx.held, ctx.averaged = held, mesh.ndim > 1
-        for dim in range(mesh.ndim - 1):
+        ctx.held, ctx.averaged = held, units > 0
+        for dim in range(units):
             group = RankGroup.of(mesh.get_group(dim))
             whole = all_reduce(whole, group) / group.size
         piece = _piece(whole, held, mesh, placements).contiguous()
@@ -258,4 +268,4 @@ class _Piece(Recorded):
                 hint="autoplan.full_tensors(model) gives plain tensors",
             )
         whole = whole_tensor(gradient, ctx.held) if isinstance(gradient, DTensor) else gradient
-        return whole, None, None, None, None, None
+        return whole, None, None, None, None, None, None

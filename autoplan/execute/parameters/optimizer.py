@@ -18,7 +18,16 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.torch_internals import local_part, local_spec, place_local
 from autoplan.execute.collectives import index_of, like
-from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of, record_of
+from autoplan.execute.parameters.held import (
+    UNITS_ALONE,
+    Held,
+    Mark,
+    held_by,
+    held_parameters,
+    mark_of,
+    record_of,
+    units_of,
+)
 from autoplan.execute.parameters.mixed import in_place, mixed, ordered
 from autoplan.execute.parameters.picked import (
     draw,
@@ -110,7 +119,8 @@ def answered_for(held: Held, gradient: DTensor) -> list[int]:
 
 def assign_data(parameter: DTensor, value: Any) -> bool:
     """Assign `parameter.data = value` for a parameter on ranks; return whether it is one."""
-    held, in_units = held_by(parameter), parameter.device_mesh.ndim > 1
+    held = held_by(parameter)
+    in_units = units_of(parameter, held) > 0
     if held is None:
         if _modules_with(parameter):
             raise AutoplanError(
@@ -352,11 +362,11 @@ class _Following:
 
 def mark_parameters(model: nn.Module) -> None:
     """Mark parameters on ranks with how they are held, for optimizers and norms, which get no model."""
-    following: _Following | None = None
-    for _, parameter, held in held_parameters(model):
-        if held is not None:
-            following = following or _Following()
-            Mark(held, following).put(parameter)
+    many = list(held_parameters(model))
+    following = _Following() if any(held is not None for _, _, held in many) else None
+    for _, parameter, held in many:
+        if following is not None and (held is not None or isinstance(parameter, DTensor)):
+            Mark(held or Held(tuple(parameter.shape), UNITS_ALONE), following).put(parameter)
     if following is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         asked_of_all().until_gone(model)  # sharded by FSDP2 only
     note_marked(model)

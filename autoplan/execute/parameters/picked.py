@@ -124,7 +124,7 @@ def _write(x: DTensor, change: Callable[[torch.Tensor], Any]) -> None:
 def pick(plain: Callable[..., Any], x: DTensor, *args: Any, **kwargs: Any) -> Any:
     """Return the result of a method that indexes or slices a DTensor."""
     held = held_of_memory(x)
-    if held is None or held.dim is None or torch.compiler.is_compiling():
+    if held is None or all(placed.is_replicate() for placed in x.placements) or torch.compiler.is_compiling():
         return plain(x, *args, **kwargs)
     args, kwargs = _plain((args, kwargs), held)
     name = plain.__name__

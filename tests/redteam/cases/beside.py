@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..case import HOSTILE, call, case, floats, ids
+from ..case import HOSTILE, SOUND, call, case, floats, ids
 from ..parts import Attention, Mlp
 
 X = floats(2, 6, 16)
@@ -49,9 +49,9 @@ class Packed(nn.Module):
         return self.mlp(x)
 
 
-def case_of(do, base=Stream, given=X, allowed=HOSTILE):
+def case_of(do, base=Stream, given=X, allowed=HOSTILE, **options):
     build = type(do.__name__, (base,), {"__module__": __name__, "__doc__": do.__doc__})
-    case(call(given, _do=do), vary=False, allowed=allowed)(build)
+    case(call(given, _do=do), vary=False, allowed=allowed, **options)(build)
     return do
 
 
@@ -94,13 +94,15 @@ def FarFromStart(m, x):
     return m(x).pow(2).mean() + sum((p - start[name]).pow(2).sum() for name, p in m.named_parameters())
 
 
-@case_of
 def Elastic(m, x):
     """EWC: a plain importance of each weight."""
     loss = m(x).pow(2).mean()
     for n, p in enumerate(m.parameters()):
         loss = loss + (floats(*p.shape, seed=n).abs() * p.pow(2)).sum()
     return loss
+
+
+case_of(Elastic, allowed=SOUND, dp=2)
 
 
 @case_of

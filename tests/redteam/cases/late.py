@@ -155,6 +155,15 @@ class FrozenBias(Late):
         return not self.down.bias.requires_grad
 
 
+@case(call(X), call(X, _grad=False))
+class AsksWeightsForGrad(Mlp):
+    """Whether weights are frozen is asked, with and without recording gradients."""
+
+    def inner(self, x):
+        h = super().inner(x)
+        return h if self.up.weight.requires_grad and self.down.bias.requires_grad else h - h.mean(-1, keepdim=True)
+
+
 def deterministic(m, x):
     torch.use_deterministic_algorithms(True)
     try:

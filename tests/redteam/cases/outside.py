@@ -49,7 +49,7 @@ def on(do, base=Packed, given=T, tp=BOTH, **options):
 
 
 def recurrent(do):
-    return on(do, base=Recurrent, given=X)
+    return on(do, base=Recurrent, given=X, dp=2)
 
 
 @on

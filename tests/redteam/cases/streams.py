@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from ..case import HOSTILE, call, case, floats, ids
-from . import attention, mixers, norms
+from ..parts import Attention, Mlp
+from . import attention, constrained, counted, habits, mixers, norms
 
 
 class Stack(nn.Module):
@@ -43,11 +44,13 @@ def stacked(block):
 
 
 _SOUND = (attention.GroupedQueries, attention.Rotary, mixers.DepthwiseCausal, norms.RmsOfEachHead)
+_KEEP = (habits.MomentsInBuffers, norms.BatchNormOfHidden)  # write to buffers, once where blocks are checkpointed
 _BLOCKS = (
     *_SOUND,
     attention.RelativeBias,
     attention.Sinks,
     attention.TorchLayer,
+    habits.MomentsInBuffers,
     mixers.DiagonalScan,
     mixers.FourierMixing,
     mixers.FullConvolution,
@@ -79,9 +82,35 @@ for _block in _BLOCKS:
         call(ids(2, 6), _train=True),
         call(ids(4, 8)) if _block is not mixers.TokenMixing else call(ids(4, 6)),
         sequence=True,
+        also="tp2+sp+ac" if _block in _KEEP else "",
         allowed=("exact",) if _block in _SOUND else HOSTILE,
         options={"sequence_padding": "pad"},
     )(stacked(_block))
+
+
+class ResidualInAttention(nn.Module):
+    """The attention adds what it was given, and mixes positions in its own code; then an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = Attention(), Mlp()
+
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+
+case(call(ids(2, 6)), call(ids(2, 6), _train=True), tp=(), cp=2, also="cp2+tp2", options={"sequence_padding": "pad"})(
+    stacked(ResidualInAttention)
+)
+
+case(call(ids(2, 12)), call(ids(2, 12), _train=True), call(ids(4, 8)), tp=(), cp=2, allowed=HOSTILE)(
+    stacked(constrained.RowsRenormed)
+)
+
+# "shorter" has positions that two ranks do not share evenly
+case(call(ids(2, 6)), sequence=True, allowed=HOSTILE, options={"sequence_padding": "pad"})(
+    stacked(counted.CountOfElements)
+)
 
 
 @case(call(floats(2, 6, 16)), call(floats(2, 8, 16)), sequence=True, allowed=HOSTILE)
