@@ -22,7 +22,7 @@ from autoplan.ops.convolutions import groups_of
 from autoplan.ops.elementwise import asks
 from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.site import Dims, Inference, Site
-from autoplan.values import Op, Ref, Trace, refs
+from autoplan.values import Op, Ref, Trace
 
 
 @dataclass
@@ -93,7 +93,7 @@ class _Reader:
 
     def read(self, index: int, op: Op, gathered: bool) -> None:
         state = self.state
-        inputs, outputs = _mentioned((op.args, op.kwargs)), _mentioned(op.outputs)
+        inputs, outputs = [*map(Ref, op.reads)], [*map(Ref, op.results)]
         state.algebra.place = (index, op.name, op.module)
         state.gathered = gathered
         record = op_record(op.name)
@@ -244,10 +244,6 @@ class _Reader:
                 if term.size > 1 and id(term) in seen and not is_data(term):
                     self.state.algebra.mark(term, Event.TWICE)
                 seen.add(id(term))
-
-
-def _mentioned(value: object) -> list[Ref]:
-    return [Ref(tensor) for tensor in refs(value)]
 
 
 def _may_draw(op: Op) -> bool:

@@ -30,7 +30,7 @@ import networkx as nx
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import Obstacle, Op, Ref, Symbolic, Trace, refs
+from autoplan.values import Obstacle, Op, Ref, Symbolic, Trace
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -267,7 +267,7 @@ def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
         # A result that shares memory with the first input
         if op_record(op.name).shows in (Shows.RESHAPED, Shows.VIEWED) and op.args and isinstance(op.args[0], Ref):
             source = bases.get(op.args[0].id, op.args[0].id)
-            bases.update((output, source) for output in refs(op.outputs) if output != source)
+            bases.update((output, source) for output in op.results if output != source)
     makers: dict[int, dict[str, None]] = {}
     for visit in trace.visits:
         for _, tensor in visit.outputs if visit.module in modules else ():
@@ -286,7 +286,7 @@ def _read_elsewhere(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle
         if tensor.kind == "parameter"
     }
     for op in trace.ops:
-        for tensor in refs((op.args, op.kwargs)):
+        for tensor in op.reads:
             for module in owners.get(tensor, ()):
                 if module in modules and not any(_is_in(op.module, owner) for owner in owners[tensor]):
                     yield Obstacle(module, "read", by=op.module)

@@ -33,7 +33,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.special import thin_matrix
 from autoplan.ops.creation import fills
 from autoplan.ops.records.answers import Reduction
-from autoplan.values import Ref, refs
+from autoplan.values import Ref
 
 LEAVES_PARTS = frozenset({Reduction.SUM, Reduction.MEAN, Reduction.EMBEDDING, Reduction.ROW})
 ELEMENT = 1 << 20  # the price of one element; a sum costs 1 more, so of equal volumes fewer sums are taken
@@ -236,7 +236,7 @@ class CutProblem:
         if adds(call):
             return able
         thin = thin_matrix(index, self.flow, self.shards) is not None
-        read = list(refs((call.args, call.kwargs)))
+        read = call.reads
         able = [t for t in able if read.count(t) == 1 and (is_linear(call, t) or (thin and call.args[0] == Ref(t)))]
         return sorted(able, key=lambda tensor: -prod(self.trace.tensors[tensor].shape))[:1]
 

@@ -19,7 +19,7 @@ from autoplan.capture.called import reads
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget, one_compute_thread
 from autoplan.check.ranks.run import Engine
-from autoplan.check.verify.checks import CHECKS, NOISE, NORM, Check, labels_for, takes_labels
+from autoplan.check.verify.checks import CHECKS, DRAWS, NOISE, NORM, Check, labels_for, takes_labels
 from autoplan.check.verify.compare import Tolerance, compare, tolerance_for
 from autoplan.check.verify.drawn import laws_of_draws
 from autoplan.check.verify.on_ranks import CheckFailed, Job, Sharding, attentively, copy_of, observe_all, said
@@ -67,6 +67,7 @@ def check_sharding(
         subject = replace(subject, summed=sharding.summed, other_dims=other_dims or {})
         stage("running the tiny clone unsharded")
         subject, reference, absent = _observed_unsharded(subject, wanted)
+        subject = replace(subject, draws=any(DRAWS in seen for seen in reference.values()))
         job = Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
         tolerance = tolerance_for(working_dtype(model))
         ranks, findings = _on_ranks(job, reference, tolerance, engine, mesh, budget or Budget())
