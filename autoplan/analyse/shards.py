@@ -53,10 +53,6 @@ class Shards:
         """Return whether some dimension is sharded in some rows and replicated in others."""
         return any(layout is not None and not layout.all_carried() for layout in self.layouts(tensor))
 
-    def has_whole_part(self, tensor: int) -> bool:
-        """Return whether any of the tensor is replicated: all of it, or some rows of a partly sharded dimension."""
-        return not self.is_split(tensor) or self.is_mixed(tensor)
-
     def local_size(self, term: Term, rank: int) -> int:
         dim_layout = self.layout_of(term)
         return find(term).size if dim_layout is None else dim_layout.held(rank, self.tp)

@@ -61,7 +61,10 @@ def dataflow(trace: Trace) -> Flow:
     prune(flow)
     collapse_scans(flow)
     prune(flow)
-    flow.graph["tensors"] = artist.boxes_of_boundaries()
+    # The box of each tensor that enters or leaves a module
+    crossings = (tensor for visit in trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
+    boxes = ((tensor, artist.canvas.value(tensor).node) for tensor in dict.fromkeys(crossings))
+    flow.graph["tensors"] = {tensor: box for tensor, box in boxes if box is not None and box in flow}
     return flow
 
 
@@ -254,9 +257,3 @@ class _Artist:
                 source = self.canvas.value(tensor).node
                 if source is not None:
                     self.canvas.join(source, box, str(path[0]) if path else "")
-
-    def boxes_of_boundaries(self) -> dict[int, int]:
-        """Return the box of each tensor that enters or leaves a module."""
-        crossings = (tensor for visit in self.trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
-        boxes = ((tensor, self.canvas.value(tensor).node) for tensor in dict.fromkeys(crossings))
-        return {tensor: box for tensor, box in boxes if box is not None and box in self.canvas.flow}

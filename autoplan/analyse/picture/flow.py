@@ -105,11 +105,6 @@ def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: 
     return replace(view, dims=dims, companions=tuple(companions))
 
 
-def as_lookup(view: View, index_rank: int) -> View:
-    """Return the view weight[index]: the dims of the index replace the first dim, and still run over it."""
-    return replace(view, dims=(view.dims[:1] * index_rank) + view.dims[1:])
-
-
 def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, ...]) -> View:
     """Return the view after one more op that reads nothing but it (and constants)."""
     dims: list[int | None] = list(view.dims)

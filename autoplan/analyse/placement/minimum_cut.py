@@ -130,7 +130,8 @@ class CutProblem:
         version = place[0]
         if question == "part":
             return version in self.partial
-        return version[0] in self.reached and self.shards.has_whole_part(version[0])
+        whole = not self.shards.is_split(version[0]) or self.shards.is_mixed(version[0])
+        return version[0] in self.reached and whole
 
     def edge(self, question: str, no: Place, yes: Place, capacity: int = HARD) -> None:
         if self._asked(question, no) and self._asked(question, yes):

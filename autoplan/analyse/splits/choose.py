@@ -9,7 +9,8 @@ from math import gcd, prod
 from types import MappingProxyType
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.splits.packed import Packed, fits_blocks, inside_blocks, marks_at
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.packed import Packed, inside_blocks, marks_at, parted_blocks
 from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
@@ -378,7 +379,7 @@ def legal_sizes(trace: Trace, axes: Axes, choice: SplitMarks, tried: Tried, pack
         marks = {leaf: "!" for leaf in splittable if leaf in first and leaf not in followers}
         for leaf, partner in partners.items():
             marks |= marks_at(leaf, partner, tp) if leaf in first else {}
-        return fits_blocks(trace, axes, marks, tp, packed)
+        return not packed or not parted_blocks(Shards(trace, axes, marks, tp), packed)  # splits fall between blocks
 
     return tuple(tp for tp in range(1, largest + 1) if tp == 1 or fits(tp))
 

@@ -287,10 +287,6 @@ def _no_inputs(subject: Subject) -> str:
     return "" if asked else "all gradients of inputs are checked with the others"
 
 
-def takes_labels(subject: Subject) -> bool:
-    return conventions().targets in subject.signature
-
-
 def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
     """Return random labels for each feed of a class that takes them: one per row of its logits."""
     names, labels = conventions(), dict[str, torch.Tensor]()

@@ -19,12 +19,13 @@ from autoplan.capture.called import reads
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget, one_compute_thread
 from autoplan.check.ranks.run import Engine
-from autoplan.check.verify.checks import CHECKS, DRAWS, NOISE, NORM, Check, labels_for, takes_labels
+from autoplan.check.verify.checks import CHECKS, DRAWS, NOISE, NORM, Check, labels_for
 from autoplan.check.verify.compare import Tolerance, compare, tolerance_for
 from autoplan.check.verify.drawn import laws_of_draws
 from autoplan.check.verify.on_ranks import CheckFailed, Job, Sharding, attentively, copy_of, observe_all, said
 from autoplan.check.verify.subject import CANNOT_RUN, Group, Observation, Subject
 from autoplan.common.code.ways import added
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.random_values import working_dtype
 from autoplan.common.stages import stage
@@ -165,7 +166,7 @@ def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], l
 
     subject = Subject(copied(model).eval(), feeds, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
-    if not (labelled and takes_labels(subject)):
+    if not (labelled and conventions().targets in subject.signature):
         return subject
     return replace(subject, labels=labels_for(copy_of(subject)))  # a run may leave hooks behind
 
