@@ -130,8 +130,8 @@ class CutProblem:
         version = place[0]
         if question == "part":
             return version in self.partial
-        whole = not self.shards.is_split(version[0]) or self.shards.is_mixed(version[0])
-        return version[0] in self.reached and whole
+        tensor = version[0]
+        return tensor in self.reached and (not self.shards.is_split(tensor) or self.shards.is_mixed(tensor))
 
     def edge(self, question: str, no: Place, yes: Place, capacity: int = HARD) -> None:
         if self._asked(question, no) and self._asked(question, yes):
