@@ -22,7 +22,7 @@ from autoplan.ops.convolutions import groups_of
 from autoplan.ops.elementwise import asks
 from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.site import Dims, Inference, Site
-from autoplan.values import Op, Ref, Trace, refs
+from autoplan.values import Op, Ref, Trace
 
 
 @dataclass
@@ -93,7 +93,7 @@ class _Reader:
 
     def read(self, index: int, op: Op, gathered: bool) -> None:
         state = self.state
-        inputs, outputs = _mentioned((op.args, op.kwargs)), _mentioned(op.outputs)
+        inputs, outputs = [*map(Ref, op.reads)], [*map(Ref, op.results)]
         state.algebra.place = (index, op.name, op.module)
         state.gathered = gathered
         record = op_record(op.name)
@@ -172,8 +172,8 @@ class _Reader:
         whole = [ref.id for ref in inputs if self.state.parameters_of(ref.id)]
         # A product of weights is none of them; a weight that it is added to (a merged LoRA) still is one.
         added = record.linear is Linear.ADDS and any(self.trace.tensors[tensor].shape == shape for tensor in whole)
-        of_parameters = [any(map(self._is_parameter, self.kept[ref.id])) for ref in inputs]
-        several = record.product is not None and sum(of_parameters) > 1
+        kinds = [{self.trace.tensors[root].kind for root in self.kept[ref.id]} for ref in inputs]
+        several = record.product is not None and sum("parameter" in each for each in kinds) > 1
         if (several and len(shape) > 1) or (not added and any(ref.id in self.state.multiplied for ref in inputs)):
             self.state.multiplied |= results
         roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
@@ -184,9 +184,6 @@ class _Reader:
             self.companions[quantised] |= roots - {quantised}
             for tensor in results:
                 self.state.sources.setdefault(tensor, quantised)
-
-    def _is_parameter(self, tensor: int) -> bool:
-        return self.trace.tensors[tensor].kind == "parameter"
 
     def _update_static(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """Follow tensors made of constants only; one that is overwritten with anything else is no longer static."""
@@ -244,10 +241,6 @@ class _Reader:
                 if term.size > 1 and id(term) in seen and not is_data(term):
                     self.state.algebra.mark(term, Event.TWICE)
                 seen.add(id(term))
-
-
-def _mentioned(value: object) -> list[Ref]:
-    return [Ref(tensor) for tensor in refs(value)]
 
 
 def _may_draw(op: Op) -> bool:

@@ -18,9 +18,9 @@ class Shards:
     def __init__(self, trace: Trace, axes: Axes, marks: dict[Term, str], tp: int) -> None:
         self.trace, self.axes, self.tp = trace, axes, tp
         self.marks = {find(term): mark for term, mark in marks.items()}
-        self._layouts: dict[int, Layout | None] = {}
-        self._split_tensors: dict[int, bool] = {}
-        self._keep: list[Term] = []  # ids of terms stay unique while they are kept
+        self._layout_of: dict[Term, Layout | None] = {}
+        self._layouts: dict[int, tuple[Layout | None, ...]] = {}
+        self._split: dict[int, bool] = {}
 
     def mark(self, leaf: Term) -> str | None:
         return self.marks.get(find(leaf))
@@ -28,34 +28,30 @@ class Shards:
     def layout_of(self, term: Term) -> Layout | None:
         """Return the layout of a dimension, or None if it is replicated."""
         term = find(term)
-        key = id(term)
-        if key not in self._layouts:
-            self._keep.append(term)
+        if term not in self._layout_of:
             split = any(find(leaf) in self.marks for leaf in leaves(term))
-            self._layouts[key] = Layout.parse(layout(term, self.mark)) if split else None
-        return self._layouts[key]
+            self._layout_of[term] = Layout.parse(layout(term, self.mark)) if split else None
+        return self._layout_of[term]
 
     def split_leaves(self, tensor: int) -> set[Term]:
         return {find(leaf) for term in self.axes.of(tensor) for leaf in leaves(term) if find(leaf) in self.marks}
 
     def is_split(self, tensor: int) -> bool:
         """Return whether any dimension of the tensor carries a split axis."""
-        split = self._split_tensors.get(tensor)
+        split = self._split.get(tensor)
         if split is None:
-            split = any(self.layout_of(term) is not None for term in self.axes.of(tensor))
-            self._split_tensors[tensor] = split
+            split = self._split[tensor] = any(layout is not None for layout in self.layouts(tensor))
         return split
 
     def layouts(self, tensor: int) -> tuple[Layout | None, ...]:
-        return tuple(self.layout_of(term) for term in self.axes.of(tensor))
+        layouts = self._layouts.get(tensor)
+        if layouts is None:
+            layouts = self._layouts[tensor] = tuple(map(self.layout_of, self.axes.of(tensor)))
+        return layouts
 
     def is_mixed(self, tensor: int) -> bool:
         """Return whether some dimension is sharded in some rows and replicated in others."""
         return any(layout is not None and not layout.all_carried() for layout in self.layouts(tensor))
-
-    def has_whole_part(self, tensor: int) -> bool:
-        """Return whether any of the tensor is replicated: all of it, or some rows of a partly sharded dimension."""
-        return not self.is_split(tensor) or self.is_mixed(tensor)
 
     def local_size(self, term: Term, rank: int) -> int:
         dim_layout = self.layout_of(term)
@@ -63,12 +59,11 @@ class Shards:
 
     def local_shape(self, tensor: int, rank: int) -> tuple[int, ...]:
         """Return the shape of a tensor on one rank."""
-        terms, shape = self.axes.of(tensor), self.trace.tensors[tensor].shape
-        if len(terms) != len(shape):
+        layouts, shape = self.layouts(tensor), self.trace.tensors[tensor].shape
+        if len(layouts) != len(shape):
             return shape
         return tuple(
-            size if self.layout_of(term) is None else self.local_size(term, rank)
-            for term, size in zip(terms, shape, strict=True)
+            size if layout is None else layout.held(rank, self.tp) for layout, size in zip(layouts, shape, strict=True)
         )
 
     def held_below(self, term: Term, rank: int, bound: int) -> int:

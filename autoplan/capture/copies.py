@@ -231,11 +231,6 @@ class Rebinding:
         return new
 
 
-def holds_weights(value: Any) -> bool:
-    """Return whether a module or a parameter can be reached from here, other than through globals and classes."""
-    return any(isinstance(item, nn.Module | nn.Parameter) for item in reachable(value))
-
-
 def reachable(value: Any, known: Container[int] = ()) -> Iterator[Any]:
     """Yield the value and everything that can be reached from it, once each; ids in `known` are not entered."""
     seen: dict[int, Any] = {}

@@ -57,10 +57,6 @@ class Recipe:
             calls["forward with masks"] = replace(self.masked, named=state.named)
         return {name: call.draw(seed, working_dtype(model)) for name, call in calls.items()}
 
-    def draw_other_dims(self, model: nn.Module, seed: int) -> dict[str, dict[str, Any]]:
-        """Return the call with another number of dims, if there is one."""
-        return {} if self.dims is None else {"forward": self.dims.draw(seed, working_dtype(model))}
-
     def fed(self) -> tuple[Fed, ...]:
         """Return what a plan records: each argument in both sizes, and why it was chosen."""
         reasons: dict[str, str] = {}

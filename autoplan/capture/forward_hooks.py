@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from autoplan.capture.copies import PLAIN_CONTAINERS, Rebinding, containers_of, holds_weights
+from autoplan.capture.copies import PLAIN_CONTAINERS, Rebinding, containers_of, reachable
 
 _MAKING_WEIGHTS = "torch.nn.utils."
 _BASE_STATE = frozenset(nn.Module().__dict__)
@@ -39,7 +39,7 @@ def hooks_of_forward(module: nn.Module, shared: Container[int] = ()) -> Iterator
     for kind in _KINDS:
         for number, hook in vars(module)[kind].items():
             if (
-                holds_weights(hook)
+                any(isinstance(item, nn.Module | nn.Parameter) for item in reachable(hook))
                 or (kind == "_forward_pre_hooks" and _sets_on_module(hook))
                 or type(hook).__module__.startswith(_MAKING_WEIGHTS)
                 or any(id(container) in shared for container in containers_of(hook))

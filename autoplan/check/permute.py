@@ -30,7 +30,7 @@ from autoplan.check.ranks.common import one_compute_thread
 from autoplan.check.verify.compare import error_of, largest_of, tolerance_for
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.random_values import untouched_randomness, working_dtype
-from autoplan.values import Trace, refs
+from autoplan.values import Trace
 
 _POSITIONS_MATTER = {
     Event.EMBED_INDEX: "its rows are looked up by index",
@@ -93,7 +93,7 @@ class _Law:
 
     def __init__(self, model: nn.Module, feeds: Mapping[str, Any], trace: Trace, axes: Axes) -> None:
         self.model, self.feeds, self.trace, self.axes = model, feeds, trace, axes
-        self.known = {tensor for op in trace.ops for tensor in refs(op.outputs)}
+        self.known = {tensor for op in trace.ops for tensor in op.results}
         self.draws = False
         self.outputs = self._run()
 

@@ -31,7 +31,7 @@ from autoplan.ops import op_record
 from autoplan.ops.records.on_shards import Local
 from autoplan.ops.records.on_shards import recorded as take_recorded
 from autoplan.ops.records.record import REMOVED, Runs
-from autoplan.values import Finding, Op, Ref, Symbolic, Trace, refs
+from autoplan.values import Finding, Op, Ref, Symbolic, Trace
 
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOOSE = 2e-2  # half precision
@@ -79,7 +79,7 @@ class _Player:
     def play(self, op: Op, function: Any, value: Any, *, gathered: bool = False) -> None:
         if op.name == REMOVED:
             return
-        inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
+        inputs, outputs = op.reads, op.results
         recorded = [tensor for _, tensor in flatten_tensors(value)]
         if any(self.shards.is_split(tensor) for tensor in inputs):
             self.outcome.split_ops += 1
@@ -89,7 +89,7 @@ class _Player:
         else:
             self._play_shared(op, function, outputs, recorded)
 
-    def _play_shared(self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor]) -> None:
+    def _play_shared(self, op: Op, function: Any, outputs: Sequence[int], recorded: Sequence[torch.Tensor]) -> None:
         """Play an op without splits. Views and in-place ops are run, so that aliases stay aliases."""
         if not (function.is_view or schema_of(function).is_mutable):
             self.shared.update(zip(outputs, recorded, strict=True))
@@ -106,7 +106,7 @@ class _Player:
                 tensor.copy_(drawn)
 
     def _play_split(
-        self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor], gathered: bool
+        self, op: Op, function: Any, outputs: Sequence[int], recorded: Sequence[torch.Tensor], gathered: bool
     ) -> None:
         runs = op_record(op.name).runs
         if runs is take_recorded:  # undefined or random contents, or replicated by decision
@@ -135,7 +135,7 @@ class _Player:
     def _was_changed_aside(self, op: Op, function: Any, recorded: torch.Tensor) -> bool:
         """Return whether the op gives another value in full, too: the model has changed an input where no op is
         recorded (`weight.data = x`)."""
-        inputs = [tensor for tensor in refs((op.args, op.kwargs)) if self.shards.is_split(tensor)]
+        inputs = [tensor for tensor in op.reads if self.shards.is_split(tensor)]
         ranks = self.local
         try:
             self.local = [{tensor: self._put_together(tensor).clone() for tensor in inputs}] * self.tp
@@ -162,7 +162,7 @@ class _Player:
         return whole
 
     def _compute(
-        self, op: Op, function: Any, runs: Runs, outputs: list[int], recorded: Sequence[torch.Tensor]
+        self, op: Op, function: Any, runs: Runs, outputs: Sequence[int], recorded: Sequence[torch.Tensor]
     ) -> list[list[torch.Tensor]]:
         """Return every rank's outputs, summed over ranks if the op sums over a split dimension."""
         calls, results = [], []
@@ -241,7 +241,7 @@ class _Player:
                 whole = whole.index_select(dim, torch.tensor(layout.rows(rank, self.tp), device=whole.device))
         return whole
 
-    def _take(self, outputs: list[int], recorded: Sequence[torch.Tensor]) -> None:
+    def _take(self, outputs: Sequence[int], recorded: Sequence[torch.Tensor]) -> None:
         for tensor, whole in zip(outputs, recorded, strict=True):
             for rank in range(self.tp):
                 self._keep(tensor, rank, self._shard(whole, tensor, rank))

@@ -50,16 +50,21 @@ def untouched_randomness(seed: int | None = None) -> Iterator[None]:
         random.setstate(states[2])
 
 
+_GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
+
+
 def reseed_held(model: nn.Module, number: int) -> None:
     """Seed the generators that modules hold: otherwise a run of a copy goes on where the last one stopped."""
     for module in model.modules():
         for value in vars(module).values():
+            if not isinstance(value, _GENERATORS):
+                continue
             if isinstance(value, numpy.random.Generator):
                 value.bit_generator.state = type(value.bit_generator)(number).state
-            elif isinstance(value, numpy.random.RandomState | random.Random):
-                value.seed(number)
             elif isinstance(value, torch.Generator):
                 value.manual_seed(number)
+            else:
+                value.seed(number)
 
 
 @torch.no_grad()

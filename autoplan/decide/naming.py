@@ -8,7 +8,7 @@ from autoplan.analyse.picture.flow import Dim, Flow, Node, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.decide.match import Matching
 from autoplan.decide.rulebook.read import Rule
-from autoplan.values import ParameterFact, refs
+from autoplan.values import ParameterFact
 
 # Roles of parameters. One that is read in several places is named once per module that owns it: of a tied weight the
 # lookup names the embedding's name, the product the head's.
@@ -128,5 +128,5 @@ def gathered_parameters(solution: Solution) -> frozenset[str]:
     """Return the weights whose product is gathered from all ranks."""
     axes, tensors = solution.axes, solution.trace.tensors
     calls = [call for call in solution.trace.calls if not axes.gathered.isdisjoint(range(*call.ops))]
-    read = {axes.computed[t] for call in calls for t in refs((call.args, call.kwargs)) if t in axes.computed}
+    read = {axes.computed[t] for call in calls for t in call.reads if t in axes.computed}
     return frozenset(name for weight in read if len(axes.of(weight)) > 1 for name in tensors[weight].names)

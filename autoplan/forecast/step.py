@@ -27,7 +27,7 @@ from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.recording.record import record_step
 from autoplan.forecast.recording.tape import LeftOut, Program, Tape, blended, program_of
 from autoplan.forecast.sharded import Copy, UnitSize, fake_mesh, group_names, sharded_copy
-from autoplan.forecast.trained import Adapted, nothing_frozen, with_adapters
+from autoplan.forecast.trained import Adapted, with_adapters
 from autoplan.hf.adapters import usual_targets
 from autoplan.hf.inputs.step import check_positions, size_of, step_inputs
 from autoplan.hf.source import Source
@@ -114,7 +114,7 @@ class Steps:
     @cached_property
     def module(self) -> nn.Module:
         module = self.source.module()
-        if not self.lora_rank or not nothing_frozen(module):
+        if not self.lora_rank or not all(parameter.requires_grad for parameter in module.parameters()):
             return module
         if self.lora_targets is None:
             self.lora_targets = usual_targets(self.source.model_type, self.source.config)

@@ -82,13 +82,10 @@ class Sweep:
         """Ways of checkpointing, from none to all blocks; a model without repeated blocks has none."""
         return _CHECKPOINTING if self.steps.plan(1).layers else (False,)
 
-    def _most_ranks(self, gpus: int) -> int:
-        """Return the most ranks of one split: training stays in a node, weights to be served may need several."""
-        return gpus if self.common.train == "inference" else min(gpus, self.device.per_node)
-
     def splits(self, gpus: int) -> Iterator[Split]:
         """Sizes of tp with experts cut inside, of cp for long sequences, of tp with whole experts, experts alone."""
-        most = self._most_ranks(gpus)
+        # Training stays in a node; weights to be served may need several.
+        most = gpus if self.common.train == "inference" else min(gpus, self.device.per_node)
         sizes = [tp for tp in self.steps.plan(1).legal_tp if gpus % tp == 0 and tp <= most]
         contexts = self._context_sizes(gpus)
         yield from (Split(tp) for tp in sizes if tp > 1 or not contexts)

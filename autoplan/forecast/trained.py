@@ -86,11 +86,6 @@ def check_adapters(train: str, rank: int, targets: object, dropout: float, dtype
         raise AutoplanError(f"{named} with train={train!r}", hint='only train="lora" adds adapters')
 
 
-def nothing_frozen(model: nn.Module) -> bool:
-    """Then adapters were not put in, nor is a part of it trained."""
-    return all(parameter.requires_grad for parameter in model.parameters())
-
-
 def with_adapters(
     model: nn.Module, rank: int, targets: tuple[str, ...] | str, dropout: float = 0.0, *, wide: bool = False
 ) -> nn.Module:

@@ -19,7 +19,7 @@ from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Join,
 from autoplan.common.errors import AutoplanError
 from autoplan.common.torch_internals import own_parameters
 from autoplan.hf.own_sharding import from_config
-from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight, state_of, stored_names
+from autoplan.hf.quantised.schemes import Plain, packed_weight, scheme_files, state_of, stored_names
 from autoplan.hf.quantised.weights import is_transposed
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
@@ -238,7 +238,8 @@ def _apart(
     if any(numbers.numel() != 1 for numbers in numbers_of.values()):
         (entry,) = numbers_of
         owner = entry.removesuffix(weight.parameter)
-        if not is_for_linears(weight.scheme) or not weight.parameter.endswith("_proj"):
+        # of tools that know linear layers only, experts are stored one by one
+        if not scheme_files()[weight.scheme.id].get("linears_only") or not weight.parameter.endswith("_proj"):
             return {owner + tensor.name: whole}  # written as a stack
         names = listed(weight.parameter)
         numbers_of = {

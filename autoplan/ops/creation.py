@@ -9,7 +9,7 @@ from autoplan.ops.records.answers import ALWAYS, NEVER, Linear, Random, Supposed
 from autoplan.ops.records.on_shards import NO_SIZES, Filled, Identity, MadeWhole, as_written, recorded
 from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
-from autoplan.values import Ref, Trace, refs
+from autoplan.values import Ref, Trace
 
 # Ops without tensor inputs: a constant fill puts no constraint on an axis, a ramp does.
 
@@ -58,9 +58,9 @@ def _copies(constant: Ref, trace: Trace) -> set[int] | None:
     """Return the tensor and its copies, if they are only used to multiply a matrix from the left."""
     copies = {constant.id}
     for each in trace.ops:
-        places = [place for place, item in enumerate(refs((each.args, each.kwargs))) if item in copies]
+        places = [place for place, item in enumerate(each.reads) if item in copies]
         if places and each.name in _COPYING:
-            copies.update(refs(each.outputs))
+            copies.update(each.results)
         elif places and not (each.name == "mm" and places == [0]):
             return None
     return copies

@@ -231,7 +231,7 @@ def masked_scatter(site: Site) -> Answer:
 def _is_even(site: Site, mask: Ref, place: int) -> bool:
     """Return whether the mask was expanded along this dim, the place-th from the end, and so is equal along it."""
     while place <= len(site.shape(mask)) and site.shape(mask)[-place] > 1:
-        producer = next((op for op in site.state.trace.ops if mask.id in refs(op.outputs)), None)
+        producer = next((op for op in site.state.trace.ops if mask.id in op.results), None)
         if producer is None or producer.name not in _STRETCHING:
             return False
         mask = Ref(next(refs(producer.args)))

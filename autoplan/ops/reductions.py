@@ -52,7 +52,7 @@ def across(at: SplitOp) -> NotPlaced | None:
 
 def averaged(at: SplitOp) -> NotPlaced | None:
     """Refuse split inputs of a loss that is averaged within the op."""
-    not_averaged = len(at.shards.trace.tensors[next(refs(at.op.outputs))].shape) > 0
+    not_averaged = len(at.shards.trace.tensors[at.op.results[0]].shape) > 0
     split = any(at.shards.is_split(tensor) for tensor in refs(at.op.args))
     return NotPlaced("averaged", op=at.op.name) if split and not not_averaged else None
 

@@ -241,8 +241,10 @@ def _cpu_for(device: Any) -> Any:
 
 
 def _is_an_accelerator(value: Any) -> bool:
+    if not isinstance(value, (str, torch.device)):  # most values, and this runs very often
+        return False
     name = value.type if isinstance(value, torch.device) else value
-    return isinstance(name, str) and (name.partition(":")[0] in ACCELERATORS or name.startswith("torch.cuda."))
+    return name.partition(":")[0] in ACCELERATORS or name.startswith("torch.cuda.")
 
 
 def names_an_accelerator(model: nn.Module) -> bool:

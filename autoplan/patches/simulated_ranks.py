@@ -153,11 +153,6 @@ def world_per_thread() -> Iterator[None]:
             sys.excepthook = excepthook
 
 
-def store_of_threads() -> Any:
-    """Return a store in memory, through which the ranks of this process meet."""
-    return c10d.HashStore()
-
-
 def asks_for_a_shape() -> bool:
     """Return whether this thread propagates a shape for DTensor, by an op on full tensors without storage. It holds the
     lock meanwhile; results are cached, so only the first such op of a process is run."""

@@ -113,8 +113,26 @@ class TensorInfo:
         return stored and (self.dtype.startswith("float8") or self.dtype in ("int8", "uint8", "int32"))
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class _Recorded:
+    """What was recorded of an op or a call; the ids of its tensors are collected once, since analysis asks often."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+
+    @cached_property
+    def reads(self) -> tuple[int, ...]:
+        """Return the ids of the tensors in its arguments, in order."""
+        return tuple(refs((self.args, self.kwargs)))
+
+    @cached_property
+    def results(self) -> tuple[int, ...]:
+        """Return the ids of the tensors in its outputs, in order."""
+        return tuple(refs(self.outputs))
+
+
+@dataclass(frozen=True)
+class Op(_Recorded):
     """One aten operation. `name` has no namespace or overload ("mm"); tensors in args are `Ref`s. `outputs` mirrors
     what the op returned (Refs, possibly in tuples); `module` is the innermost running module's name."""
 
@@ -126,8 +144,8 @@ class Op:
     module: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+@dataclass(frozen=True)
+class Call(_Recorded):
     """One outermost torch-function call made by a module's own Python code.
 
     `module`, `visit` and `position` identify it: the position-th call in the visit-th run of that module. `place` is
@@ -203,7 +221,7 @@ class Trace:
     @cached_property
     def read(self) -> frozenset[str]:
         """Return the names of the parameters and buffers that some op read."""
-        tensors = {tensor for op in self.ops for tensor in refs((op.args, op.kwargs))}
+        tensors = {tensor for op in self.ops for tensor in op.reads}
         return frozenset(name for tensor in tensors for name in self.tensors[tensor].names)
 
     @cached_property

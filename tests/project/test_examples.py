@@ -1,14 +1,19 @@
-"""The examples run, each as a reader would start it, and say what they promise."""
+"""The examples run and say what they promise: some as a reader would start them, others from a server of processes that
+has imported torch, with the environment that torchrun sets."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from autoplan.check.ranks.common import process_context
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -30,6 +35,8 @@ HOSTS = {  # under examples/frameworks: what each says when it ran, and the libr
     "fabric.py": ("Lightning Fabric: the loss went", "lightning_fabric"),
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+AS_A_READER = ("plan_from_config.py", "train_under_torchrun.py", "frameworks/fabric.py")
+Ended = subprocess.CompletedProcess[str]
 
 
 def test_each_example_is_run() -> None:
@@ -48,12 +55,44 @@ def test_each_example_is_short(name: str) -> None:
 def test_example(name: str, tmp_path: Path) -> None:
     if "automodel" in name and importlib.util.find_spec("nemo_automodel") is None:
         pytest.skip("NOT TRIED: nemo-automodel is absent; `make test-hosts` installs it and runs this example")
-    done = run(name, tmp_path, TORCHRUN if "torchrun" in name else [])
+    done = started(name, tmp_path, ranks=2 if "torchrun" in name else 1)
     assert done.returncode == 0, done.stderr
     assert PROMISES[name] in done.stdout
 
 
-def run(name: str, folder: Path, launcher: list[str]) -> subprocess.CompletedProcess[str]:
+def started(name: str, folder: Path, ranks: int) -> Ended:
+    if name in AS_A_READER:
+        return run(name, folder, TORCHRUN if ranks > 1 else [])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    arguments = [(EXAMPLES / name, folder, rank, ranks, port) for rank in range(ranks)]
+    processes = [process_context().Process(target=run_here, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()
+    said = "".join((folder / f"rank{rank}.txt").read_text() for rank in range(ranks))
+    return Ended(arguments, max(abs(process.exitcode) for process in processes), said, said)
+
+
+def run_here(path: Path, folder: Path, rank: int, ranks: int, port: int) -> None:
+    """Run a script in this process, as its only one or as a rank."""
+    os.chdir(folder)
+    output = os.open(f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if ranks > 1:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update({name: str(number) for name, number in numbers.items()})
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    sys.argv, sys.path = [str(path)], [str(path.parent), *sys.path]
+    runpy.run_path(str(path), run_name="__main__")
+    sys.stdout.flush()
+
+
+def run(name: str, folder: Path, launcher: list[str]) -> Ended:
     path = os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *launcher, str(EXAMPLES / name)]
@@ -79,6 +118,6 @@ def test_host_example(name: str, tmp_path: Path) -> None:
         done = run(f"frameworks/{name}", tmp_path, [])
         assert done.returncode == 1 and "pip install" in done.stderr and len(done.stderr.splitlines()) == 1
         pytest.skip(f"NOT TRIED: {host} is absent; `make test-hosts` installs what it can")
-    done = run(f"frameworks/{name}", tmp_path, [] if name.startswith("fabric") else TORCHRUN)
+    done = started(f"frameworks/{name}", tmp_path, ranks=1 if name.startswith("fabric") else 2)
     assert done.returncode == 0, done.stderr
     assert promise in done.stdout

@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -172,15 +172,15 @@ def _double(found: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _plan_for_faults(name: str) -> autoplan.Plan:
-    """The plan of a case, made once for all faults that are planted in it."""
-    return _plan(*setting_of(name))
+    """The plan of a case, made by one rank, once for all faults that are planted in it."""
+    return _plan(*setting_of(name), autoplan.plan_once)
 
 
-def _plan(case: Case, setting: Setting, **more: Any) -> autoplan.Plan:
+def _plan(case: Case, setting: Setting, plan: Callable[..., autoplan.Plan] = autoplan.plan) -> autoplan.Plan:
     sizes = {"tp_size": setting.tp, "cp_size": setting.cp, "sequence_parallel": setting.sequence}
-    wishes = sizes | {"inputs": case.inputs} | more
+    wishes = sizes | {"inputs": case.inputs}
     if case.plan_for is None:
-        return autoplan.plan(build(case), **wishes)
+        return plan(build(case), **wishes)
     other = build(case, case.plan_for)
     with tempfile.TemporaryDirectory() as folder:
         if case.through == "cache":

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import networkx as nx
 
-from autoplan.analyse.picture.flow import Canvas, Flow, Node, Value, View, as_lookup, node_of
+from autoplan.analyse.picture.flow import Canvas, Flow, Node, Value, View, node_of
 from autoplan.ops import op_record
 from autoplan.ops.convolutions import groups_of, transposed
 from autoplan.ops.records.answers import Drawn
@@ -188,7 +188,8 @@ def lookup(canvas: Canvas, op: Op, tensors: Sequence[int], choices: set[int]) ->
     stacked = len(canvas.shape(view.parameter)) > 2 or choices.intersection(index)
     if op_record(op.name).drawn is Drawn.ROWS and (stacked or len(canvas.shape(table)) < 2):
         chosen = next((canvas.value(t).node for t in index if canvas.value(t).node is not None), view.chosen)
-        return Value(weight=replace(as_lookup(view, len(canvas.shape(index[0]))), chosen=chosen))
+        rows = view.dims[:1] * len(canvas.shape(index[0]))  # the index's dims run over the weight's first
+        return Value(weight=replace(view, dims=rows + view.dims[1:], chosen=chosen))
     dims = (("rows", canvas.dim(view.parameter, view.dims[0])), ("width", canvas.dim(view.parameter, view.dims[1])))
     box = canvas.add(Node("embedding", op.module, (canvas.name(view.parameter),), dims))
     for tensor in index:

@@ -15,7 +15,7 @@ A write into a view changes the base, so the base is a `write` box from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -61,7 +61,10 @@ def dataflow(trace: Trace) -> Flow:
     prune(flow)
     collapse_scans(flow)
     prune(flow)
-    flow.graph["tensors"] = artist.boxes_of_boundaries()
+    # The box of each tensor that enters or leaves a module
+    crossings = (tensor for visit in trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
+    boxes = ((tensor, artist.canvas.value(tensor).node) for tensor in dict.fromkeys(crossings))
+    flow.graph["tensors"] = {tensor: box for tensor, box in boxes if box is not None and box in flow}
     return flow
 
 
@@ -82,11 +85,11 @@ class _Artist:
 
     def draw(self, op: Op) -> None:
         """Draw one op: its results get values, and views that it writes to change their base."""
-        canvas, outputs = self.canvas, list(refs(op.outputs))
+        canvas, outputs = self.canvas, op.results
         if not outputs:
             return
-        read = op.args[1:2] if op_record(op.name).overwrites else (op.args, op.kwargs)
-        tensors = list(dict.fromkeys(refs(read)))
+        read = refs(op.args[1:2]) if op_record(op.name).overwrites else op.reads
+        tensors = list(dict.fromkeys(read))
         if op_record(op.name).shows in _SHOWN and tensors:
             for output in outputs:
                 canvas.bases[output] = canvas.bases.get(tensors[0], tensors[0])
@@ -115,7 +118,7 @@ class _Artist:
         canvas.join(after, target)
         canvas.values[base] = Value(node=target)
 
-    def _results(self, op: Op, tensors: list[int], outputs: list[int]) -> list[Value]:
+    def _results(self, op: Op, tensors: list[int], outputs: Sequence[int]) -> list[Value]:
         canvas = self.canvas
         values = [canvas.value(tensor) for tensor in tensors]
         weights = [value.weight for value in values if value.weight is not None]
@@ -152,7 +155,7 @@ class _Artist:
             view = follow_view(op, stored, canvas.shape(source), canvas.shape(output))
         return dequantised(view, weights, canvas.shape(stored.parameter), canvas.shape(output))
 
-    def _special(self, op: Op, data: int, outputs: list[int]) -> list[Value] | None:
+    def _special(self, op: Op, data: int, outputs: Sequence[int]) -> list[Value] | None:
         """Draw ops that have a drawing of their own."""
         drawn = op_record(op.name).drawn
         if drawn is Drawn.CONVOLUTION:
@@ -254,9 +257,3 @@ class _Artist:
                 source = self.canvas.value(tensor).node
                 if source is not None:
                     self.canvas.join(source, box, str(path[0]) if path else "")
-
-    def boxes_of_boundaries(self) -> dict[int, int]:
-        """Return the box of each tensor that enters or leaves a module."""
-        crossings = (tensor for visit in self.trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
-        boxes = ((tensor, self.canvas.value(tensor).node) for tensor in dict.fromkeys(crossings))
-        return {tensor: box for tensor, box in boxes if box is not None and box in self.canvas.flow}

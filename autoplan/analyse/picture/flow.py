@@ -30,7 +30,7 @@ import networkx as nx
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import Obstacle, Op, Ref, Symbolic, Trace, refs
+from autoplan.values import Obstacle, Op, Ref, Symbolic, Trace
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -103,11 +103,6 @@ def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: 
     if back and None in dims:
         dims = tuple(range(len(stored)))
     return replace(view, dims=dims, companions=tuple(companions))
-
-
-def as_lookup(view: View, index_rank: int) -> View:
-    """Return the view weight[index]: the dims of the index replace the first dim, and still run over it."""
-    return replace(view, dims=(view.dims[:1] * index_rank) + view.dims[1:])
 
 
 def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, ...]) -> View:
@@ -267,7 +262,7 @@ def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
         # A result that shares memory with the first input
         if op_record(op.name).shows in (Shows.RESHAPED, Shows.VIEWED) and op.args and isinstance(op.args[0], Ref):
             source = bases.get(op.args[0].id, op.args[0].id)
-            bases.update((output, source) for output in refs(op.outputs) if output != source)
+            bases.update((output, source) for output in op.results if output != source)
     makers: dict[int, dict[str, None]] = {}
     for visit in trace.visits:
         for _, tensor in visit.outputs if visit.module in modules else ():
@@ -286,7 +281,7 @@ def _read_elsewhere(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle
         if tensor.kind == "parameter"
     }
     for op in trace.ops:
-        for tensor in refs((op.args, op.kwargs)):
+        for tensor in op.reads:
             for module in owners.get(tensor, ()):
                 if module in modules and not any(_is_in(op.module, owner) for owner in owners[tensor]):
                     yield Obstacle(module, "read", by=op.module)

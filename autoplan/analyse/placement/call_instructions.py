@@ -60,7 +60,7 @@ def obstacle(call: Call, shards: Shards) -> NotPlaced | None:
     apart = argument(call, "use_separate_proj_weight", False)  # then the packed weight is a stand-in without rows
     named = [name for name in _CUT if name != ("in_proj_weight" if apart else "")]
     cut = {name: value.id for name in named if isinstance(value := argument(call, name), Ref)}
-    others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - set(cut.values())
+    others = {*call.reads, *call.results} - set(cut.values())
     if any(map(shards.is_split, others)):
         return NotPlaced("shards-given")
     width = shards.trace.tensors[cut["out_proj_weight"]].shape[1]
@@ -160,7 +160,7 @@ _UNSETTLED: dict[Reduction, Unplaceable] = {
 
 def _counts_twice(call: Call, shards: Shards) -> bool:
     """Return whether a sum over all ranks would count rows that a group of ranks shares several times."""
-    layouts = [layout for t in refs((call.args, call.kwargs)) for layout in shards.layouts(t) if layout is not None]
+    layouts = [layout for t in call.reads for layout in shards.layouts(t) if layout is not None]
     summed = [layout for layout in layouts if layout.all_carried()]
     return bool(summed) and all(each.shared_rows(shards.tp) for each in summed)
 
@@ -174,7 +174,7 @@ def reducing_op(call: Call, kind: Reduction, shards: Shards) -> Op:
 def lengths_in(call: Call, shards: Shards) -> int:
     """Return how many vector lengths a call computes."""
     op = reducing_op(call, Reduction.LENGTH, shards)
-    return prod(shards.trace.tensors[list(refs(op.outputs))[-1]].shape)
+    return prod(shards.trace.tensors[op.results[-1]].shape)
 
 
 def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
@@ -253,7 +253,7 @@ def _variance(call: Call, shards: Shards) -> dict[str, Any]:
         prod(n for dim, n in enumerate(shards.local_shape(source, rank)) if dim - len(shape) in dims)
         for rank in range(shards.tp)
     )
-    keepdim = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
+    keepdim = len(shards.trace.tensors[op.results[0]].shape) == len(shape)
     correction = 1 if correction is None else correction
     return {"dims": dims, "keepdim": keepdim, "correction": correction, "held": counts}
 
@@ -262,7 +262,7 @@ def _length(call: Call, shards: Shards) -> dict[str, Any]:
     """Return the dims from the end, whether they stay as dims of 1, and whether it divides by the lengths."""
     op = reducing_op(call, Reduction.LENGTH, shards)
     rank = len(shards.axes.of(op.args[0].id))
-    keepdim = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
+    keepdim = len(shards.trace.tensors[op.results[0]].shape) == rank
     return {"dims": _from_end(op, rank), "keepdim": keepdim, "divides": call_record(call.name).divides}
 
 

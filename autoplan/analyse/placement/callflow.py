@@ -67,8 +67,8 @@ class CallFlow:
         self.carries -= self._detached()
 
     def _add(self, index: int, call: Call) -> None:
-        inputs = list(dict.fromkeys(refs((call.args, call.kwargs))))
-        outputs = list(dict.fromkeys(refs(call.outputs)))
+        inputs = list(dict.fromkeys(call.reads))
+        outputs = list(dict.fromkeys(call.results))
         if call_record(call.name).assigns:
             outputs = [call.args[0].id]
         self.inputs.append(inputs)
@@ -191,19 +191,19 @@ class CallFlow:
 def _unseen(trace: Trace) -> dict[int, tuple[int, ...]]:
     """Return the calls whose values only the ops show: what `torch.vmap` runs passes around tensor wrappers."""
     calls = {op: index for index, call in enumerate(trace.calls) for op in range(*call.ops)}
-    visible = [set(refs((call.args, call.kwargs, call.outputs))) for call in trace.calls]
+    visible = [{*call.reads, *call.results} for call in trace.calls]
     makers: dict[int, int] = {}
     unseen: set[int] = set()
     for number, op in enumerate(trace.ops):
         reader = calls.get(number, -1)
-        for tensor in refs((op.args, op.kwargs)):
+        for tensor in op.reads:
             maker = makers.get(tensor, -1)
             if maker not in (-1, reader) and tensor not in visible[maker]:
                 unseen |= {maker, reader} - {-1}
-        for tensor in refs(op.outputs):
+        for tensor in op.results:
             makers.setdefault(tensor, reader)
     return {
-        index: tuple(t for op in trace.ops[slice(*trace.calls[index].ops)] for t in refs((op.args, op.outputs)))
+        index: tuple(t for op in trace.ops[slice(*trace.calls[index].ops)] for t in (*refs(op.args), *op.results))
         for index in unseen
     }
 

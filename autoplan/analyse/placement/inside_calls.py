@@ -40,7 +40,7 @@ def why_no_partial_sum(
     partial = set() if bias is None else {bias}
     for index in range(*call.ops):
         op = shards.trace.ops[index]
-        inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
+        inputs, outputs = op.reads, op.results
         partials = [tensor for tensor in inputs if tensor in partial]
         if index in kinds:
             if not set(partials) <= {bias} or _adds_whole(op, partial):
@@ -49,8 +49,8 @@ def why_no_partial_sum(
             return NotPlaced("partial-is-read", op=op.name)
         if partials or index in kinds:
             partial.update(outputs)
-    apart = [t for t in refs(call.outputs) if t not in partial and shards.trace.tensors[t].differentiable]
-    if apart and any(t in partial for t in refs(call.outputs)):
+    apart = [t for t in call.results if t not in partial and shards.trace.tensors[t].differentiable]
+    if apart and any(t in partial for t in call.results):
         return NotPlaced("some-results-partial")
     count = _count_in(call, shards) if kinds else None
     return NotPlaced("counted", count=count) if count is not None else None
@@ -104,7 +104,7 @@ def _count_in(call: Call, shards: Shards) -> float | None:
 def _sizes_of_split(call: Call, shards: Shards) -> set[int]:
     """Return every number of positions that a split dim of a call's inputs is a factor of."""
     counts: set[int] = set()
-    for tensor in refs((call.args, call.kwargs)):
+    for tensor in call.reads:
         if not shards.is_split(tensor):
             continue
         sizes = shards.trace.tensors[tensor].shape
@@ -137,10 +137,10 @@ def axis_lost_in(op: Op, shards: Shards) -> bool:
     """Return whether a split axis of an op's inputs is missing in its outputs: summed over or selected from."""
     if op.name == BOX or not _keeps_what_it_reads(op_record(op.name)):
         return False
-    outputs = [tensor for tensor in refs(op.outputs) if 0 not in shards.trace.tensors[tensor].shape]
+    outputs = [tensor for tensor in op.results if 0 not in shards.trace.tensors[tensor].shape]
     if not outputs:
         return False
-    lost = {leaf for tensor in refs((op.args, op.kwargs)) for leaf in shards.split_leaves(tensor)}
+    lost = {leaf for tensor in op.reads for leaf in shards.split_leaves(tensor)}
     return not lost <= {leaf for tensor in outputs for leaf in shards.split_leaves(tensor)}
 
 
@@ -157,15 +157,15 @@ def _keeps_what_it_reads(record: OpRecord) -> bool:
 def why_sizes_differ(call: Call, shards: Shards) -> NotPlaced | None:
     """Return why a call that gives one value the sizes of another goes wrong on shards; None if it does not."""
     ops = shards.trace.ops[slice(*call.ops)]
-    if not ops or not any(map(shards.is_split, refs((call.args, call.kwargs, call.outputs)))):
+    if not ops or not any(map(shards.is_split, (*call.reads, *call.results))):
         return None
     record = call_record(call.name)
     like_another = record.linear is Linear.FIRST and record.shows in (Shows.RESHAPED, Shows.VIEWED)
     like_another = like_another or record.follows == "another"
-    read = {tensor for op in ops for tensor in refs((op.args, op.kwargs))}
-    outputs = [tensor for tensor in refs(call.outputs) if shards.is_split(tensor)]
+    read = {tensor for op in ops for tensor in op.reads}
+    outputs = [tensor for tensor in call.results if shards.is_split(tensor)]
     layouts = {shards.layouts(tensor) for tensor in outputs}
-    for tensor in refs((call.args, call.kwargs)):
+    for tensor in call.reads:
         if like_another and tensor not in read and layouts - {shards.layouts(tensor)}:
             return NotPlaced("sizes-of-another")
         if record.follows == "long" and shards.layouts(tensor)[-1] is not None:
@@ -179,12 +179,12 @@ def _stretched(op: Op, call: Call, shards: Shards) -> bool:
     """Return whether an op expands a dim of 1 to the length of an input's split dim without being linked to it."""
     if not stretches(op.name):
         return False
-    (output,), (source,) = refs(op.outputs), list(refs(op.args))[:1]
+    (output,), (source,) = op.results, list(refs(op.args))[:1]
     layouts, shape = shards.layouts(output), shards.trace.tensors[output].shape
     before = shards.trace.tensors[source].shape
     longer = (1,) * (len(shape) - len(before)) + before
     wide = {size for size, was, layout in zip(shape, longer, layouts, strict=True) if was == 1 and layout is None}
-    read = (zip(shards.trace.tensors[t].shape, shards.layouts(t), strict=True) for t in refs((call.args, call.kwargs)))
+    read = (zip(shards.trace.tensors[t].shape, shards.layouts(t), strict=True) for t in call.reads)
     return not wide.isdisjoint(size for dims in read for size, layout in dims if layout is not None and size > 1)
 
 
@@ -192,6 +192,6 @@ def made_of(call: Call, tensor: int, shards: Shards) -> set[int]:
     """Return the results of a call that depend on this input of it."""
     reached = {tensor}
     for op in shards.trace.ops[slice(*call.ops)]:
-        if not reached.isdisjoint(refs((op.args, op.kwargs))):
-            reached.update(refs(op.outputs))
-    return reached & set(refs(call.outputs))
+        if not reached.isdisjoint(op.reads):
+            reached.update(op.results)
+    return reached & set(call.results)

@@ -33,7 +33,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.special import thin_matrix
 from autoplan.ops.creation import fills
 from autoplan.ops.records.answers import Reduction
-from autoplan.values import Ref, refs
+from autoplan.values import Ref
 
 LEAVES_PARTS = frozenset({Reduction.SUM, Reduction.MEAN, Reduction.EMBEDDING, Reduction.ROW})
 ELEMENT = 1 << 20  # the price of one element; a sum costs 1 more, so of equal volumes fewer sums are taken
@@ -130,7 +130,8 @@ class CutProblem:
         version = place[0]
         if question == "part":
             return version in self.partial
-        return version[0] in self.reached and self.shards.has_whole_part(version[0])
+        tensor = version[0]
+        return tensor in self.reached and (not self.shards.is_split(tensor) or self.shards.is_mixed(tensor))
 
     def edge(self, question: str, no: Place, yes: Place, capacity: int = HARD) -> None:
         if self._asked(question, no) and self._asked(question, yes):
@@ -236,7 +237,7 @@ class CutProblem:
         if adds(call):
             return able
         thin = thin_matrix(index, self.flow, self.shards) is not None
-        read = list(refs((call.args, call.kwargs)))
+        read = call.reads
         able = [t for t in able if read.count(t) == 1 and (is_linear(call, t) or (thin and call.args[0] == Ref(t)))]
         return sorted(able, key=lambda tensor: -prod(self.trace.tensors[tensor].shape))[:1]
 

@@ -9,7 +9,8 @@ from math import gcd, prod
 from types import MappingProxyType
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.splits.packed import Packed, fits_blocks, inside_blocks, marks_at
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.packed import Packed, inside_blocks, marks_at, parted_blocks
 from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
@@ -18,7 +19,7 @@ from autoplan.ops.attention import BOX
 from autoplan.ops.convolutions import groups_of
 from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.record import nothing
-from autoplan.values import Op, Ref, Trace, refs
+from autoplan.values import Op, Ref, Trace
 from autoplan.values.reasons import (
     AlreadySplit,
     DoesNotDivide,
@@ -95,9 +96,9 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
     through: dict[int, int] = defaultdict(int)  # the same, on paths through a contraction with a weight
     terms: set[Term] = set()
     for op in trace.ops:
-        mentioned = tuple(refs((op.args, tuple(op.kwargs.values()))))
+        mentioned = op.reads
         inputs = [same.root(t) for t in mentioned if t not in axes.weights]
-        outputs = [same.root(t) for t in refs(op.outputs)]
+        outputs = [same.root(t) for t in op.results]
         if op_record(op.name).linear is Linear.ADDS and len(inputs) >= 2:
             left, right = inputs[0], inputs[1]
             if through[right] >> left & 1 or through[left] >> right & 1:
@@ -122,9 +123,9 @@ class _Sameness:
     def __init__(self, trace: Trace, axes: Axes) -> None:
         self._root: dict[int, int] = {}
         for op in trace.ops:
-            mentioned = list(refs((op.args, tuple(op.kwargs.values()))))
+            mentioned = op.reads
             active = [t for t in mentioned if t not in axes.weights and trace.tensors[t].kind != "constant"]
-            outputs = list(refs(op.outputs))
+            outputs = op.results
             if not _stays_itself(op) or len(active) != 1 or not outputs or outputs[0] == active[0]:
                 continue
             if op_record(op.name).drawn is Drawn.MUL and any(
@@ -378,7 +379,7 @@ def legal_sizes(trace: Trace, axes: Axes, choice: SplitMarks, tried: Tried, pack
         marks = {leaf: "!" for leaf in splittable if leaf in first and leaf not in followers}
         for leaf, partner in partners.items():
             marks |= marks_at(leaf, partner, tp) if leaf in first else {}
-        return fits_blocks(trace, axes, marks, tp, packed)
+        return not packed or not parted_blocks(Shards(trace, axes, marks, tp), packed)  # splits fall between blocks
 
     return tuple(tp for tp in range(1, largest + 1) if tp == 1 or fits(tp))
 

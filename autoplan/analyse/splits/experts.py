@@ -15,7 +15,7 @@ from autoplan.axes.terms import factors, find, leaves
 from autoplan.ops import call_record
 from autoplan.ops.attention import BOX
 from autoplan.ops.records.record import REMOVED
-from autoplan.values import Call, IntegerEdit, LocalExperts, ModuleVisit, Op, Ref, Trace, refs
+from autoplan.values import Call, IntegerEdit, LocalExperts, ModuleVisit, Op, Ref, Trace
 from autoplan.values.reasons import ExpertsDoNotDivide, ExpertsWhole, OnlyExperts, Reason
 
 # Experts distributed over ranks instead of sharded: modules that hold a stack of experts are treated as one op.
@@ -117,7 +117,7 @@ def _self_contained(module: str, stack: tuple[int, ...], runs: list[ModuleVisit]
     if any(span is None for span in spans):
         return False
     inside = {number for span in spans if span is not None for number in range(*span)}
-    readers = (number for number, op in enumerate(trace.ops) if not set(stack).isdisjoint(refs((op.args, op.kwargs))))
+    readers = (number for number, op in enumerate(trace.ops) if not set(stack).isdisjoint(op.reads))
     calls = (trace.calls[number] for visit in runs for number in range(*visit.calls))
     return all(number in inside for number in readers) and not any(call_record(call.name).random for call in calls)
 
@@ -156,11 +156,11 @@ def _put_in_box(stack: ExpertStack, visit: ModuleVisit, trace: Trace, ops: list[
     assert span is not None
     output = Ref(visit.outputs[0][1])
     inputs: dict[Any, Ref] = {path: Ref(tensor) for path, tensor in visit.inputs}
-    read = dict.fromkeys(t for number in range(*span) for t in refs((trace.ops[number].args, trace.ops[number].kwargs)))
+    read = dict.fromkeys(t for number in range(*span) for t in trace.ops[number].reads)
     others = tuple(Ref(t) for t in read if t not in stack.stack and trace.tensors[t].kind in ("parameter", "buffer"))
     routing = tuple(inputs[path] for path in (stack.site.index, stack.site.weights) if path is not None)
     args = (tuple(Ref(t) for t in stack.stack), inputs[stack.site.tokens], routing, others)
-    producer = max(number for number in range(*span) if output.id in refs(trace.ops[number].outputs))
+    producer = max(number for number in range(*span) if output.id in trace.ops[number].results)
     for number in range(*span):
         ops[number] = replace(ops[number], name=REMOVED, args=(), kwargs={}, outputs=())
     ops[producer] = Op(BOX, "", args, {}, (output,), stack.module)
@@ -201,7 +201,7 @@ def _counting(trace: Trace, axes: Axes, stack: ExpertStack) -> set[str]:
     for visit in trace.visits:
         for call in trace.calls[slice(*visit.calls)] if visit.module == stack.module else ():
             for dim, literal in sizes_given(call, trace):
-                if experts not in leaves(axes.of(next(refs(call.outputs)))[dim]):
+                if experts not in leaves(axes.of(call.results[0])[dim]):
                     equal -= {attribute[2] for attribute in attributes_of(literal)}
     return equal
 

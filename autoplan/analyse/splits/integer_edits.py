@@ -18,7 +18,7 @@ from typing import Any
 
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.literal_sizes import Requirement, made_whole, requirements
-from autoplan.values import IntegerEdit, Symbolic, refs, symbolics
+from autoplan.values import IntegerEdit, Symbolic, symbolics
 
 Attribute = tuple[Any, ...]  # ("attr", module, name, index)
 Values = tuple[int, ...]  # one number per rank
@@ -105,13 +105,14 @@ class _Equations:
         wanted = {(r.call, r.path) for r in self.required}
         yield from self.required
         for index, call in enumerate(self.shards.trace.calls):
-            every = call.args, call.kwargs, call.outputs
             for path, item in (*symbolics(call.args, ("args",)), *symbolics(call.kwargs, ("kwargs",))):
                 if (index, path) in wanted:
                     continue
                 if any(True for _ in attributes_of(item)):
                     yield Requirement(index, path, item, (item.value,) * self.shards.tp)
-                elif not (made_whole(call, self.shards) or any(map(self.shards.is_split, refs(every)))):
+                elif not (
+                    made_whole(call, self.shards) or any(map(self.shards.is_split, (*call.reads, *call.results)))
+                ):
                     # A size that Python reads from a sharded value and passes to a call on replicated ones
                     values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
                     if values - {None, item.value}:

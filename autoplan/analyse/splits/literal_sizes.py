@@ -24,7 +24,7 @@ from autoplan.ops.records.on_shards import (
     Sizes,
     Unflattened,
 )
-from autoplan.values import Call, Ref, Symbolic, Trace, refs
+from autoplan.values import Call, Ref, Symbolic, Trace
 
 # Arguments of a recorded call.
 
@@ -54,7 +54,7 @@ def argument(call: Call, position: int, *names: str) -> tuple[tuple[Any, ...], A
 
 
 def parted_dim(call: Call, shards: Shards) -> int:
-    dims = len(shards.trace.tensors[next(refs((call.args, call.kwargs)))].shape)
+    dims = len(shards.trace.tensors[call.reads[0]].shape)
     sizes = call_record(call.name).sizes
     if isinstance(sizes, PieceCount) and sizes.dim is not None:  # the call says it by its name
         return min(sizes.dim, dims - 1)
@@ -71,7 +71,7 @@ def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...]
     _, sections = argument(
         call, record.at, "split_size_or_sections", "split_size", "chunks", "sections", "indices_or_sections"
     )
-    outputs = list(refs(call.outputs))
+    outputs = call.results
     if not is_integer(sections) or not outputs:
         return None
     dim = parted_dim(call, shards) - len(shards.axes.of(outputs[0]))  # another call may have fewer dims before it
@@ -122,17 +122,14 @@ class Requirement:
 
 def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
     """Return a requirement for every literal of a call that follows a split dimension."""
-    outputs = list(refs(call.outputs))
-    if call_record(call.name).assigns:
-        outputs = [call.args[0].id]
-    inputs = list(refs((call.args, call.kwargs)))
-    if not any(shards.is_split(tensor) for tensor in (*inputs, *outputs)):
+    outputs = (call.args[0].id,) if call_record(call.name).assigns else call.results
+    if not any(shards.is_split(tensor) for tensor in (*call.reads, *outputs)):
         return []
     literals = _found(call_record(call.name).sizes, call, outputs, shards)
     return [Requirement(index, path, have, want) for path, have, want in literals]
 
 
-def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Found:
+def _found(sizes: Sizes, call: Call, outputs: tuple[int, ...], shards: Shards) -> Found:
     """Return the literals of each kind of size that follow a split dim, with their values on the ranks."""
     match sizes:
         case OutputShape() | Filled():
@@ -179,7 +176,7 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
 def made_in_shards(call: Call, shards: Shards) -> bool:
     """Return whether this call creates a rank's shard of its value when passed the local sizes."""
     sizes = call_record(call.name).sizes
-    identity = isinstance(sizes, Identity) and not shards.axes.identities.isdisjoint(refs(call.outputs))
+    identity = isinstance(sizes, Identity) and not shards.axes.identities.isdisjoint(call.results)
     return isinstance(sizes, Filled) or identity
 
 
@@ -209,7 +206,7 @@ def _local(shards: Shards, tensor: int, dim: int) -> tuple[int, ...]:
 
 def sizes_given(call: Call, trace: Trace) -> list[tuple[int, Any]]:
     """Return the sizes passed to a reshaping call, with the dim of its output that each belongs to."""
-    outputs = list(refs(call.outputs))
+    outputs = call.results
     record = call_record(call.name).sizes
     if not isinstance(record, OutputShape) or not outputs:
         return []
@@ -232,7 +229,7 @@ def _of_shape(sizes: list[tuple[Path, Any]], output: int, shards: Shards, first:
     ]
 
 
-def _split(record: Lengths, call: Call, outputs: list[int], shards: Shards) -> Found:
+def _split(record: Lengths, call: Call, outputs: tuple[int, ...], shards: Shards) -> Found:
     path, sections = argument(call, record.at, "split_size_or_sections", "split_size", "split_sizes")
     dim = parted_dim(call, shards)
     wanted = [_local(shards, output, dim) for output in outputs]

@@ -20,7 +20,7 @@ from autoplan.ops.convolutions import groups_of, transposed
 from autoplan.ops.indexing import rows_by_ids
 from autoplan.ops.records.answers import Drawn, Linear, Shows
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import AllGather, Op, OutputShape, Ref, SplitLogits, Trace, VocabularyTable, refs
+from autoplan.values import AllGather, Op, OutputShape, Ref, SplitLogits, Trace, VocabularyTable
 from autoplan.values.reasons import NotPlaced
 
 # Large tables besides the token embedding: sharded by columns, with an all-gather of the rows that were looked up.
@@ -42,7 +42,7 @@ def tables_to_gather(
     lookups = {index: table for index, op in enumerate(trace.ops) if (table := looked_up_in(op, axes)) is not None}
     readers: dict[int, set[int]] = {table: set() for table in lookups.values()}
     for index, op in enumerate(trace.ops):
-        for tensor in refs((op.args, op.kwargs)):
+        for tensor in op.reads:
             if axes.sources.get(tensor, tensor) in readers:
                 readers[axes.sources.get(tensor, tensor)].add(index)
     lookups_to_gather = {}
@@ -105,7 +105,7 @@ def _given_ids(trace: Trace, rounded: bool = False) -> set[int]:
         shows = op_record(op.name).shows not in (Shows.NOTHING, Shows.PICKED)
         if shows and isinstance(op.args[0], Ref) and op.args[0].id in ids:
             kind = trace.tensors[op.args[0].id].dtype  # a rounded float may be no id: a sample, a distance
-            ids |= {output for output in refs(op.outputs) if rounded or trace.tensors[output].dtype == kind}
+            ids |= {output for output in op.results if rounded or trace.tensors[output].dtype == kind}
     return ids
 
 
@@ -350,7 +350,7 @@ def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
     axes_made: set[Term] = set()
     for index, op in enumerate(trace.ops):
         if index in axes.gathered or product_weight(op, axes) is not None:
-            axes_made.add(find(axes.of(next(refs(op.outputs)))[dim_of_result(op)]))
+            axes_made.add(find(axes.of(op.results[0])[dim_of_result(op)]))
     shapes: dict[tuple[Any, ...], OutputShape] = {}
     for visit in trace.visits:
         for path, tensor in visit.outputs if visit.module == "" else ():

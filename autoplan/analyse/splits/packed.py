@@ -86,11 +86,6 @@ def _inside(layout: Layout, inner: int = 1) -> Iterator[int]:
         yield from _inside(part, inner * after)
 
 
-def fits_blocks(trace: Trace, axes: Axes, marks: dict[Term, str], tp: int, packed: Packed) -> bool:
-    """Return whether every split at this size falls between blocks."""
-    return not packed or not parted_blocks(Shards(trace, axes, marks, tp), packed)
-
-
 def packed_layouts(
     weight: PackedWeight, layouts: tuple[Layout | None, ...], tp: int
 ) -> tuple[tuple[int, Layout] | None, ...]:

@@ -28,7 +28,6 @@ from autoplan.values import (
     RecurrentCall,
     Ref,
     Trace,
-    refs,
     refs_with_paths,
 )
 from autoplan.values.reasons import CutOfRecurrent
@@ -107,11 +106,11 @@ def _read_for(losses: set[int], trace: Trace) -> set[int]:
     that a call may lack, whatever its name."""
     readers: dict[int, set[int]] = defaultdict(set)
     for number, call in enumerate(trace.calls):
-        for tensor in refs((call.args, call.kwargs)):
+        for tensor in call.reads:
             readers[tensor].add(number)
     gone, returned = set(losses), {tensor for visit in trace.visits for _, tensor in visit.outputs}
     for number in reversed(range(len(trace.calls))):
-        outputs = set(refs(trace.calls[number].outputs))
+        outputs = set(trace.calls[number].results)
         if outputs and not outputs & returned and all(readers[t] and readers[t] <= gone for t in outputs):
             gone.add(number)
     return {tensor for tensor, by in readers.items() if by and by <= gone}
@@ -119,7 +118,7 @@ def _read_for(losses: set[int], trace: Trace) -> set[int]:
 
 def _with_logits(trace: Trace) -> Trace:
     """Return the trace as if a run that returns a loss only had returned the logits that other runs return."""
-    made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in refs(call.outputs)}
+    made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in call.results}
     runs = [visit for visit in trace.visits if visit.module == ""]
     returned: dict[Any, tuple[Any, ...]] = {}  # by the place in the code where they are made: where they are returned
     for visit in runs:
@@ -156,12 +155,12 @@ def _places_in(run: ModuleVisit, trace: Trace) -> dict[int, tuple[Any, ...]]:
 def _losses(trace: Trace) -> set[int]:
     """Return the calls of such losses, of values only they read, and of their results; none if others join those."""
     returned = {tensor for visit in trace.visits if visit.module == "" for _, tensor in visit.outputs}
-    made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in refs(call.outputs)}
+    made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in call.results}
     losses: set[int] = set()
     ways: set[int] = set()
     lost: set[int] = set()
     for number, call in enumerate(trace.calls):
-        read = set(refs((call.args, call.kwargs)))
+        read = set(call.reads)
         way = _way_from_logits(call, returned, trace, made_by) if call_record(call.name).loss_of_columns else None
         if way is None and not read & lost:
             continue
@@ -169,7 +168,7 @@ def _losses(trace: Trace) -> set[int]:
             return set()
         losses.add(number)
         ways.update(way or ())
-        lost |= set(refs(call.outputs))
+        lost |= set(call.results)
     return losses | _only_for(losses, ways, trace)
 
 
@@ -199,11 +198,11 @@ def _only_for(losses: set[int], ways: set[int], trace: Trace) -> set[int]:
     """Return, of the calls on the way to losses, those that nothing else reads, checked from the last to the first."""
     readers: dict[int, set[int]] = {}
     for number, call in enumerate(trace.calls):
-        for tensor in refs((call.args, call.kwargs)):
+        for tensor in call.reads:
             readers.setdefault(tensor, set()).add(number)
     gone = set(losses)
     for number in sorted(ways, reverse=True):
-        if all(readers.get(tensor, set()) <= gone for tensor in refs(trace.calls[number].outputs)):
+        if all(readers.get(tensor, set()) <= gone for tensor in trace.calls[number].results):
             gone.add(number)
     return gone
 

@@ -310,21 +310,16 @@ def with_other_paths(
         if not twin.folds or not any(run.calls is None for runs in ways.values() for run in runs):
             break
     calls = {name: (first.calls, second.calls) for name, (first, second) in ways.items()}
+    # With other sizes a loop may just go on longer; more of the same calls in training go over what only training has.
     another = [
         name
         for name, (first, second) in calls.items()
-        if first and second and _is_other(first, second, in_training=TRAINING in more[name][1])
+        if first and second and (second - first if TRAINING in more[name][1] else second.keys() - first.keys())
     ]
     unknown = (name for name, (first, second) in calls.items() if first and second is None)
     notes = tuple(f"{name!r} is not recorded: it does not run on a copy" for name in unknown)
     draws = any(second.drew for name, (_, second) in ways.items() if TRAINING in more[name][1] and name not in another)
     return OtherPaths({**feeds, **{name: more[name][1] for name in another}}, notes, draws)
-
-
-def _is_other(first: _Way, second: _Way, *, in_training: bool) -> bool:
-    """Return whether the second run makes calls that the first does not. With other sizes a loop may just go on longer;
-    in training more of the same calls means that it goes over something that only training has."""
-    return bool(second - first if in_training else second.keys() - first.keys())
 
 
 def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Run:

@@ -102,7 +102,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             stack.callback(setattr, warnings, "filters", warnings.filters)
             simulated_ranks.know_backend(_make_group)
-            store = simulated_ranks.store_of_threads()
+            store = dist.HashStore()  # in memory: through it the ranks of this process meet
             for number in range(world_size):
                 body = _Body(fn, number, world_size, store, state, timeout, ranks)
                 ranks.append(_Rank(threading.Thread(target=body, daemon=True, name=f"autoplan rank {number}")))
@@ -237,7 +237,7 @@ class _RankOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
+        if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # may communicate: lock only for the local op inside, or it would deadlock
         if _is_attention(func) and args[1].shape[-2] != args[2].shape[-2]:
             raise RuntimeError(f"attention takes {args[1].shape[-2]} keys, but {args[2].shape[-2]} values")

@@ -81,8 +81,9 @@ def _clone_at_size(source: Any) -> Clone:
             note += f"; in {str(dtype).removeprefix('torch.')}, because it does not run in other dtypes ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
         planned = with_other_paths(model, feeds, unfamiliar).feeds
-        dims = {} if source.recipe is None else source.recipe.draw_other_dims(model, 0)
-        dims = inputs_in(working_dtype(model), dims)
+        other = None if source.recipe is None else source.recipe.dims  # the call with another number of dims
+        numbers = working_dtype(model)
+        dims = {} if other is None else inputs_in(numbers, {"forward": other.draw(0, numbers)})
         return Clone(model, feeds, others, note, planned, outside.changed, source.ranks, lifted, dims)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
@@ -278,10 +279,6 @@ class MeshSizes:
     def split_size(self) -> int:
         """The number of ranks that share one batch."""
         return self.tp_size * self.ep_size * self.cp_size
-
-    @property
-    def data_size(self) -> int:
-        return self.ranks // self.split_size
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))

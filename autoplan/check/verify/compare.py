@@ -131,8 +131,9 @@ def _error(got: torch.Tensor | None, want: torch.Tensor | None, largest: float, 
         return 0.0
     if (got is None or want is None) and not missing_is_zero:
         return float("inf")
-    zeros = torch.zeros_like(present)
-    return error_of(zeros if got is None else got, zeros if want is None else want, largest)
+    got = torch.zeros_like(present) if got is None else got
+    want = torch.zeros_like(present) if want is None else want
+    return error_of(got, want, largest)
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def check_training(
     feeds = calls_the_model(feeds)
     name = max(feeds, key=lambda feed: len(feeds[feed]))  # the one with images, if any
     shapes = [feeds[name], others.get(name, feeds[name])]
-    batches = tuple(shapes[place % 2] for place in range(mesh.data_size))
+    batches = tuple(shapes[place % 2] for place in range(mesh.ranks // mesh.split_size))
     lifted = can_be_lifted(Subject(copied(model).eval(), feeds))
     reference, max_norm, rate = _reference(model, batches, lifted)
     findings: list[Finding] = []

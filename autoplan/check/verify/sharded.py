@@ -19,12 +19,13 @@ from autoplan.capture.called import reads
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget, one_compute_thread
 from autoplan.check.ranks.run import Engine
-from autoplan.check.verify.checks import CHECKS, NOISE, NORM, Check, labels_for, takes_labels
+from autoplan.check.verify.checks import CHECKS, DRAWS, NOISE, NORM, Check, labels_for
 from autoplan.check.verify.compare import Tolerance, compare, tolerance_for
 from autoplan.check.verify.drawn import laws_of_draws
 from autoplan.check.verify.on_ranks import CheckFailed, Job, Sharding, attentively, copy_of, observe_all, said
 from autoplan.check.verify.subject import CANNOT_RUN, Group, Observation, Subject
 from autoplan.common.code.ways import added
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.random_values import working_dtype
 from autoplan.common.stages import stage
@@ -67,6 +68,7 @@ def check_sharding(
         subject = replace(subject, summed=sharding.summed, other_dims=other_dims or {})
         stage("running the tiny clone unsharded")
         subject, reference, absent = _observed_unsharded(subject, wanted)
+        subject = replace(subject, draws=any(DRAWS in seen for seen in reference.values()))
         job = Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
         tolerance = tolerance_for(working_dtype(model))
         ranks, findings = _on_ranks(job, reference, tolerance, engine, mesh, budget or Budget())
@@ -164,7 +166,7 @@ def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], l
 
     subject = Subject(copied(model).eval(), feeds, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
-    if not (labelled and takes_labels(subject)):
+    if not (labelled and conventions().targets in subject.signature):
         return subject
     return replace(subject, labels=labels_for(copy_of(subject)))  # a run may leave hooks behind
 

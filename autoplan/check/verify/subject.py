@@ -72,7 +72,7 @@ class Subject:
     `gather` returns parameters and gradients in checkpoint layout; None: the model is not sharded. `lifted`:
     computations in single precision are done in double. `summed`: arguments that may require a gradient. `other_dims`:
     the calls with another number of dims, for the case that those are right. `asks`: the check `forward` asks for the
-    gradients of inputs too.
+    gradients of inputs too. `draws`: False if the unsharded model draws nothing in training.
     """
 
     model: nn.Module
@@ -85,6 +85,7 @@ class Subject:
     summed: tuple[str, ...] = ()
     other_dims: Mapping[str, Inputs] = field(default_factory=dict)
     asks: bool = False
+    draws: bool = True
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, torch.Tensor]:

@@ -160,7 +160,8 @@ class Costs:
         """Return the cost of a partial sum that is reduced at an enclosing module, where others join it."""
         if module not in self.summing or module in self.calls:
             return []
-        sites = {b.pattern for b in self.runtime.of(Boundary) if b.side == "output" and b.settles_partial}
+        summed = (b for b in self.runtime.of(Boundary) if b.takes is Spread.PARTIAL and b.gives is not Spread.PARTIAL)
+        sites = {boundary.pattern for boundary in summed if boundary.side == "output"}
         around = [name for name in sites if module == name or is_under(name, module)]
         place = max(around, key=len, default=module)
         if place == module:

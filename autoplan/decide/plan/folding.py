@@ -23,7 +23,6 @@ from autoplan.values import (
     Runtime,
     Stack,
     Trace,
-    refs,
 )
 
 # Decisions on a representative are extended to every block that it stands for (`Trace.folds`), in few patterns.
@@ -201,14 +200,14 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
     feeds: dict[int, int] = {}
     behind: dict[int, int] = {}
     for op in trace.ops:
-        read = set(refs((op.args, op.kwargs)))
+        read = set(op.reads)
         own = 0
         for ref in read & owners.keys():
             module = op.module if op.module in owners[ref] else owners[ref][0]
             own |= 1 << numbers.setdefault(module, len(numbers))
         own = reduce(or_, (weights[ref] for ref in read & weights.keys()), own)
         if own and read <= owners.keys() | weights.keys():
-            weights |= dict.fromkeys(refs(op.outputs), own)
+            weights |= dict.fromkeys(op.results, own)
             continue
         fed = _last(reduce(or_, (makers.get(ref, 0) for ref in read), 0), behind)
         for number in _bits(own):
@@ -216,7 +215,7 @@ def _with_parameters(trace: Trace) -> dict[str, frozenset[str]]:
                 feeds[number] = fed
                 behind[number] = reduce(or_, (behind[bit] for bit in _bits(fed)), fed)
         last_modules = _last(fed | own, behind)
-        makers |= dict.fromkeys(refs(op.outputs), last_modules)
+        makers |= dict.fromkeys(op.results, last_modules)
     modules = list(numbers)
     return {name: frozenset(modules[bit] for bit in _bits(feeds.get(n, 0))) for name, n in numbers.items()}
 

@@ -131,11 +131,6 @@ def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def to_megatron_fsdp(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
-    """Return Megatron-FSDP's unit modules, by the path of their class."""
-    return {"fsdp_unit_modules": _class_names(plan, classes)}
-
-
 def _class_names(plan: Plan, classes: Iterable[str]) -> list[str]:
     names = list(dict.fromkeys(classes))
     if not names:
@@ -205,11 +200,6 @@ def torch_module(plan: Plan) -> str:
     return heading + template("torch_styles.py.txt").format(
         lines="\n".join(lines), tp=plan.tp_size, again=(note + again) if again else ""
     )
-
-
-def automodel_module(plan: Plan) -> str:
-    """Return the module with entry points for Automodel and NeMo-RL: a dotted path to `plan`, and `register()`."""
-    return torch_module(plan) + template("automodel.py.txt").format(model=plan.model)
 
 
 # What a host matches of an export by its own rules, on the model as it builds it. An export that would match nothing,
@@ -340,14 +330,23 @@ TARGETS: dict[str, _Exporter] = {
     "torch": lambda plan, around, drop: (torch_module(plan), by_entries(plan), ""),
     "hf": lambda plan, around, drop: _by_key(to_hf(plan, shipped=around.shipped, drop=drop)),
     "hf-old": lambda plan, around, drop: _by_key(to_hf(plan, old=True, drop=drop)),
-    "automodel": lambda plan, around, drop: (automodel_module(plan), by_entries(plan), ""),
+    # With entry points for Automodel and NeMo-RL: a dotted path to `plan`, and `register()`
+    "automodel": lambda plan, around, drop: (
+        torch_module(plan) + template("automodel.py.txt").format(model=plan.model),
+        by_entries(plan),
+        "",
+    ),
     "deepspeed": _deepspeed,
     "accelerate": lambda plan, around, drop: (
         yaml.safe_dump(to_accelerate(plan, around.blocks), sort_keys=False),
         None,
         "",
     ),
-    "megatron-fsdp": lambda plan, around, drop: (_json(to_megatron_fsdp(plan, around.blocks)), None, ""),
+    "megatron-fsdp": lambda plan, around, drop: (
+        _json({"fsdp_unit_modules": _class_names(plan, around.blocks)}),
+        None,
+        "",
+    ),
     "vllm": _vllm,
 }
 

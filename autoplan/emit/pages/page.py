@@ -80,6 +80,8 @@ def plan_parts(
     own = plan.ranks
     plans = dict(sorted({**{n: case.plan for n, case in what_if.items()}, own: plan}.items()))
     sizes = tuple(plans)
+    messages = {n: _messages(each.communication) for n, each in plans.items()}
+    whole = {n: _whole(each) for n, each in plans.items()}  # largest first; after some, the rest on demand
     return [
         verdict(plan.proof),
         facts(plan),
@@ -87,8 +89,8 @@ def plan_parts(
         after_verdict,
         drawing_section(scene_of(plan, links, findings), pictures(plans, sizes, own, links)),
         weights_section(plans, own),
-        messages_section(plans, sizes, own),
-        whole_section(plans, sizes, own),
+        section("Communication of a block, and the minimum", "messages", cases(messages, sizes, own)),
+        section("Replicated", "whole", cases(whole, sizes, own)),
         sizes_section(plans, own, what_if),
         findings_section(findings),
         explanations(plan, links),
@@ -275,11 +277,6 @@ def weights_section(plans: Mapping[int, Plan], own: int) -> Safe:
     return section("Weights, to scale", "weights", cases(drawn, list(plans), own), about=about)
 
 
-def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
-    tables = {n: _messages(plan.communication) for n, plan in plans.items()}
-    return section("Communication of a block, and the minimum", "messages", cases(tables, sizes, own))
-
-
 def _messages(traffic: Sequence[Traffic]) -> Safe:
     if not traffic:
         return el("p", "No block communicates.", class_="soft")
@@ -321,12 +318,6 @@ def _bytes(*directions: dict[str, tuple[int, int]]) -> int:
 
 def _least(traffic: Traffic) -> int:
     return traffic.least_forward[1] + traffic.least_backward[1]
-
-
-def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
-    """Return replicated parameters, largest first; after some, the rest on demand."""
-    tables = cases({n: _whole(plan) for n, plan in plans.items()}, sizes, own)
-    return section("Replicated", "whole", tables)
 
 
 def _whole(plan: Plan) -> Safe:

@@ -295,7 +295,7 @@ def list_sharded(model: nn.Module, ignored: Container[nn.Parameter]) -> None:
         if record is not None:
             record.reading.gathered = gathered
         if own_parameters(module):
-            handle = module.register_load_state_dict_pre_hook(gathered.before_load)
+            handle = module.register_load_state_dict_pre_hook(lambda *loaded: gathered.free())
             module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before what reads the placements
 
 
@@ -347,9 +347,6 @@ class _Gathered:
             self.left.clear()
             for unit in self.units:
                 unit.reshard()
-
-    def before_load(self, *loaded: Any) -> None:
-        self.free()
 
     def as_sharded(self, parameter: Any) -> Any:
         """Return the sharded parameter in whose place one was gathered, outside of a forward or backward."""

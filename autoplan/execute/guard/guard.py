@@ -165,8 +165,8 @@ class PathGuard:
         kind, numbers = self.asked = self.situations.of(model, given)
         self.together = (self.compares or by_itself) and self.situations.is_new(kind, numbers)
         self.changed = self.situations.changed() if self.compares else ()
-        alone = (hooks and (hooks, kind) not in self.hooked) or self.situations.is_changed(kind, self.changed)
-        alone = alone or put_in
+        differs = bool(self.changed) and (kind, self.changed) not in self.situations.looked_at
+        alone = (hooks and (hooks, kind) not in self.hooked) or differs or put_in
         if not (self.together or alone) or _has_no_values(given):
             return
         if compiled_somewhere(self.model):

@@ -129,9 +129,6 @@ class Situations:
                 differing += (place, now if isinstance(now, bool | str | int | float) else _named(now))
         return tuple(differing)
 
-    def is_changed(self, kind: Key, changed: Key) -> bool:
-        return bool(changed) and (kind, changed) not in self.looked_at
-
     def add_changed(self, kind: Key, changed: Key) -> None:
         if len(self.looked_at) >= _MOST:
             self.looked_at.clear()

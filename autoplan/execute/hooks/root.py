@@ -151,7 +151,10 @@ class Root(Hooks):
         self.running.picks = self._picks(arguments) if positions_count else ""
         targets = {name for name, value in arguments.items() if value is not None and self._is_target(name)}
         quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # switching streams breaks a graph
-        strange = set() if quiet else self._strangers(arguments)
+        # Tensor arguments not seen while tracing may make the model draw random numbers, or be targets (which have many
+        # names) that read its logits, which must then be SplitLogits.
+        tensors = {name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        strange = tensors - set(self.given) if self.given and not quiet else set()
         loss = bool(targets) or (bool(strange) and (bool(self.heads) or self.running.context))
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
@@ -176,12 +179,6 @@ class Root(Hooks):
 
     def _is_target(self, name: str) -> bool:
         return any(word in name for word in self.target_words)
-
-    def _strangers(self, arguments: dict[str, Any]) -> set[str]:
-        """Return the tensor arguments not seen while tracing. They may make the model draw random numbers, or be
-        targets (which have many names) that read its logits, which must then be SplitLogits."""
-        new = (name for name, value in arguments.items() if isinstance(value, torch.Tensor) and name not in self.given)
-        return set(new) if self.given else set()
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         output = self._leave(output)

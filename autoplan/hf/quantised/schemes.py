@@ -148,11 +148,6 @@ def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tup
                 yield key, match["owner"], parameter
 
 
-def is_for_linears(scheme: Scheme) -> bool:
-    """Return whether the tools that write it know linear layers only, so that experts are stored one by one."""
-    return bool(scheme_files()[scheme.id].get("linears_only"))
-
-
 def state_of(weight: PackedWeight) -> str | None:
     """Return the name, after that of the weight, of the tensor of bytes with its shape; None if there is none."""
     text = scheme_files()[weight.scheme.id].get("state")

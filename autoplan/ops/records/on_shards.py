@@ -88,7 +88,7 @@ class Local(SplitOp):
     args: list[Any]
     kwargs: dict[str, Any]
     rank: int
-    outputs: list[int]
+    outputs: Sequence[int]
     reducing: bool = False
     weight: float = 1.0
     exchanged: bool = False

@@ -116,11 +116,6 @@ class Instruction:
         return ""
 
     @property
-    def settles_partial(self) -> bool:
-        """Return whether a partial value becomes a sum here."""
-        return self.takes is Spread.PARTIAL and self.gives is not Spread.PARTIAL
-
-    @property
     def communicates(self) -> bool:
         """Return whether other ranks need something from the module because of it."""
         return self.always_communicates or bool(self.moves)

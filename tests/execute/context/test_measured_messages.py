@@ -27,19 +27,23 @@ _WEIGHT = {"all-reduce": 2}  # it is a reduce-scatter and an all-gather
 Moved = dict[str, tuple[int, int]]  # of a kind, over which ranks: how many, and bytes for each token
 
 
+def tiny(kind: str, sizes: tuple[int, int]) -> Any:
+    return replace(resolve(kind), ranks=(sizes[0] * sizes[1],) * 2).tiny(dtype=torch.float32)
+
+
+@cache
 def planned(kind: str, sizes: tuple[int, int]) -> tuple[Any, autoplan.Plan]:
-    source = replace(resolve(kind), ranks=(sizes[0] * sizes[1],) * 2)
-    model = source.tiny(dtype=torch.float32)
+    model = tiny(kind, sizes)
     return model, autoplan.plan(model, tp_size=sizes[0], cp_size=sizes[1], prove="none")
 
 
-def moved_on_ranks(rank: int, kinds: tuple[str, ...], tp: int, cp: int) -> dict[str, dict[str, list[Moved]]]:
+def moved_on_ranks(rank: int, plans: dict[str, autoplan.Plan], tp: int, cp: int) -> dict[str, dict[str, list[Moved]]]:
     """Of each kind of model, what blocks move forward and backward on one rank of a gloo group."""
     found: dict[str, dict[str, list[Moved]]] = {}
     mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
-    for kind in kinds:
+    for kind, plan in plans.items():
         torch.manual_seed(0)
-        model, plan = planned(kind, (tp, cp))
+        model = tiny(kind, (tp, cp))
         autoplan.parallelize(model, mesh, plan, check=False)
         blocks = tuple(name for stack in plan.layers for name in stack.fqns)
         ids = torch.randint(3, 40, (BATCH, LENGTH))
@@ -68,7 +72,8 @@ def _by_block(items: Any, beside: bool) -> dict[str, list[Moved]]:
 
 @cache
 def real(tp: int, cp: int) -> dict[str, dict[str, list[Moved]]]:
-    return run_processes(moved_on_ranks, (BESIDE_TP if tp > 1 else KINDS, tp, cp), tp * cp, timeout=600)[0]  # type: ignore[no-any-return]
+    plans = {kind: planned(kind, (tp, cp))[1] for kind in (BESIDE_TP if tp > 1 else KINDS)}
+    return run_processes(moved_on_ranks, (plans, tp, cp), tp * cp, timeout=600)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.gloo

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited, Weight
 from autoplan.common.patterns import starred
-from autoplan.values import Finding, refs
+from autoplan.values import Finding
 
 NAME = "norms"
 _MATCHED = "sum"  # partial sums of products: pairing speaks of those
@@ -39,7 +39,7 @@ def _cut_along(subject: Audited, call: int) -> Iterator[Weight]:
     shards, trace = subject.solution.shards, subject.solution.trace
     assert shards is not None
     made = trace.calls[call]
-    axes = {leaf for tensor in refs((made.args, tuple(made.kwargs.values()))) for leaf in shards.split_leaves(tensor)}
+    axes = {leaf for tensor in made.reads for leaf in shards.split_leaves(tensor)}
     for name, tensor in trace.by_name.items():
         weight = subject.by_name.get(name)
         if weight is None or not weight.is_matrix or not axes & shards.split_leaves(tensor):
