@@ -16,6 +16,7 @@ import yaml
 from autoplan.check.audit.lines import ForeignPlan, Line, numbers_starred, read_foreign
 from autoplan.check.audit.subject import Audited
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.plain import write_whole
 from autoplan.common.patterns import fold_names, starred
 from autoplan.decide.written_plans.dialects import ALIASES, kind_of, spec_for, specs_of
 from autoplan.values import Entry, Plan
@@ -351,11 +352,11 @@ def write_fixed(plan: Any, path: Path, title: str) -> None:
     if has_objects and path.suffix != ".py":
         raise AutoplanError(f"{path}: style objects are written as Python", hint=f"-o {path.with_suffix('.py').name}")
     if path.suffix == ".py":
-        path.write_text(_module(plan, title, has_objects), encoding="utf-8")
+        write_whole(path, _module(plan, title, has_objects))
     elif path.suffix in (".yaml", ".yml"):
-        path.write_text(yaml.safe_dump(dict(plan), sort_keys=False), encoding="utf-8")
+        write_whole(path, yaml.safe_dump(dict(plan), sort_keys=False))
     else:
-        path.write_text(json.dumps(dict(plan), indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(dict(plan), indent=2) + "\n")
 
 
 def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
