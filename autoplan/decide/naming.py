@@ -16,7 +16,7 @@ from autoplan.values import ParameterFact, refs
 
 @dataclass(frozen=True)
 class Naming:
-    """The role that a rule gives a parameter, the styles the rule allows, and the sizes of the match that are sharded."""
+    """The role that a rule gives a parameter, the styles the rule allows, and sharded sizes of the match."""
 
     binding: str
     rule: Rule

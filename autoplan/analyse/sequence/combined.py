@@ -108,7 +108,7 @@ class _Combined:
         many = self.cp_size // stride
         if self.cp_size % stride or (pieces % many and many % pieces):
             ranks = f"tp={self.tp_size} × cp={self.cp_size} ranks"
-            _refuse(where, f"{ranks} share its {layout.size} units, which those of a tp rank cannot divide by themselves")
+            _refuse(where, f"{ranks} share its {layout.size} units, which those of one tp rank cannot divide")
         mine = min(many, pieces)
         return Layout(
             "factor", layout.size * mine // pieces, split=(0, 1) if stride == 1 == many // mine else (mine, stride)

@@ -237,12 +237,13 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
 def _shards_text(layout: Layout, unit: str, tp: int, times: int) -> str:
     first = _first_sharded(layout)
     counts = [Layout.parse(str(first)).held(rank, tp) * times for rank in range(tp)]
+    all_units = _count(first.size * times, unit)
     if first.split != (0, 1):
         pieces = first.split[0] if first.split else 1
-        return f"{_count(first.size * times, unit)} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
+        return f"{all_units} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
     if len(set(counts)) == 1:
-        return f"{_count(first.size * times, unit)}; {'ep' if unit == 'expert' else 'tp'}={tp} gives each rank {counts[0]}"
-    return f"{_count(first.size * times, unit)}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
+        return f"{all_units}; {'ep' if unit == 'expert' else 'tp'}={tp} gives each rank {counts[0]}"
+    return f"{all_units}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
 
 
 def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:

@@ -6,6 +6,7 @@ names the nearest path that exists. DeepSpeed's AutoTP reads no specs for what i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited
@@ -20,9 +21,10 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     known = [*subject.modules, *subject.parameters]
     for line in subject.plan.lines:
         if not any(subject.plan.reaches(line, name) for name in known):
-            # What a key may have been meant for: names without a row that, for a sharding style, can be sharded
-            able = {name for weight in subject.weights if weight.fact.dim is not None for name in weight.names}
-            able |= {name.rpartition(".")[0] for name in able}
+            # What a key may have been meant for: names without a row, for a sharding style with one matrix to shard
+            able = {n for w in subject.weights if w.fact.dim is not None and w.is_matrix for n in w.names}
+            owners = Counter(name.rpartition(".")[0] for name in able)
+            able |= {owner for owner, matrices in owners.items() if matrices == 1}
             cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
             free = [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
             close = nearest(line.pattern, fold_names(free))

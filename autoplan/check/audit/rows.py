@@ -20,6 +20,7 @@ from autoplan.common.files.plain import write_whole
 from autoplan.common.patterns import fold_names, starred
 from autoplan.decide.written_plans.dialects import ALIASES, kind_of, spec_for, specs_of
 from autoplan.values import Entry, Plan
+from autoplan.values.plain import plain
 
 # How a cut is said in a dialect, whether two values say the same, and how a row reads. A value is what stands at a
 # key.
@@ -113,7 +114,7 @@ class Torch(Dialect):
             if isinstance(option, tuple) and len(option) == 1 and cls.__name__ not in LAYOUTS_ONLY:
                 option = option[0]
             if option is not None and (name not in plain or repr(plain[name]) != repr(option)):
-                arguments.append(f"{name}={_layout_text(option)}")
+                arguments.append(f"{name}={layout_text(option)}")
         return f"{cls.__name__}({', '.join(arguments)})"
 
 
@@ -121,13 +122,13 @@ LAYOUTS = ("Replicate", "Shard", "Partial")
 LAYOUTS_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 
 
-def _layout_text(value: Any) -> str:
+def layout_text(value: Any) -> str:
     """`Shard(-1)`, as one writes it."""
     if isinstance(value, (tuple, list)):
-        inside = ", ".join(_layout_text(item) for item in value)
+        inside = ", ".join(layout_text(item) for item in value)
         return f"({inside},)" if len(value) == 1 else f"({inside})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_layout_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {layout_text(item)}' for key, item in value.items())}}}"
     name = type(value).__name__
     if name == "Shard":
         return f"Shard({value.dim})"
@@ -389,3 +390,8 @@ def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
     if not same:
         raise AutoplanError("a style cannot be written as Python: it is read back differently", hint="edit it by hand")
     return heading + code
+
+
+def row_text(item: Any) -> str:
+    """A rule or an instruction as plan files write it."""
+    return str(yaml.safe_dump(plain(item, brief=True), default_flow_style=True, sort_keys=False, width=10**6)).strip()
