@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import Request
+from autoplan.common.patterns import starred
 from autoplan.common.random_values import working_dtype
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.asked import CACHE_DTYPES, Asked, check_experts, how_priced, mesh_sizes, notes_on_question
@@ -331,17 +332,18 @@ def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
     """Yield where quantised weights are counted as stored, and where dequantised."""
     if not steps.packed:
         return
-    sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
-    plain = sum(weight.elements * sizes[weight.name] for weight in steps.packed) / 2**30
-    stored = sum(weight.bytes for weight in steps.packed) / 2**30
+    sizes = {name: p.numel() * p.element_size() / 2**30 for name, p in steps.module.named_parameters()}
+    plain = sum(sizes.pop(weight.name) for weight in steps.packed)
+    stored = f"{sum(weight.bytes for weight in steps.packed) / 2**30:,.1f} GiB"
+    as_stored = (
+        f"quantised weights are counted as stored, {stored} on all ranks, plus the largest of them dequantised; in"
+    )
+    trained = f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes"
     packed = any(p.packed for unit in units for p in unit.parameters)
-    yield (
-        f"quantised weights are counted as stored, {stored:,.1f} GiB on all ranks, plus the largest of them "
-f"dequantised; in the dtype of the others they take {plain:,.1f} GiB"
-        if packed else
-        f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes "
-f"{stored:,.1f} GiB"
-    )  # fmt: skip
+    yield f"{as_stored} the dtype of the others they take {plain:,.1f} GiB" if packed else f"{trained} {stored}"
+    if (left := sum(sizes.values())) > plain:
+        largest = starred(max(sizes, key=lambda name: sizes[name]))
+        yield f"most weights, {left:,.1f} GiB, are not quantised by this format: the largest are {largest}"
 
 
 def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
