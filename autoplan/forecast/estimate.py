@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import Request
-from autoplan.common.patterns import starred
 from autoplan.common.random_values import working_dtype
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.asked import CACHE_DTYPES, Asked, check_experts, how_priced, mesh_sizes, notes_on_question
@@ -335,15 +334,14 @@ def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
     sizes = {name: p.numel() * p.element_size() / 2**30 for name, p in steps.module.named_parameters()}
     plain = sum(sizes.pop(weight.name) for weight in steps.packed)
     stored = f"{sum(weight.bytes for weight in steps.packed) / 2**30:,.1f} GiB"
-    as_stored = (
-        f"quantised weights are counted as stored, {stored} on all ranks, plus the largest of them dequantised; in"
-    )
-    trained = f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes"
-    packed = any(p.packed for unit in units for p in unit.parameters)
-    yield f"{as_stored} the dtype of the others they take {plain:,.1f} GiB" if packed else f"{trained} {stored}"
+    if any(p.packed for unit in units for p in unit.parameters):
+        text = f"quantised weights are counted as stored, {stored} on all ranks, plus the largest of them dequantised"
+        yield f"{text}; in the dtype of the others they take {plain:,.1f} GiB"
+    else:
+        yield f"trained weights count as plain, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes {stored}"
     if (left := sum(sizes.values())) > plain:
-        largest = starred(max(sizes, key=lambda name: sizes[name]))
-        yield f"most weights, {left:,.1f} GiB, are not quantised by this format: the largest are {largest}"
+        largest = max(sizes, key=lambda name: sizes[name])
+        yield f"most weights, {left:,.1f} GiB, are not quantised by this format, the largest of them {largest}"
 
 
 def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
