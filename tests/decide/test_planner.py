@@ -144,7 +144,7 @@ def test_heads_are_counted_where_keys_are_replicated(
         hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads, num_hidden_layers=2
     )
     query = entry(autoplan.plan(config, tp, prove="none"), "model.layers.*.self_attn.q_proj")
-    assert (query.units, query.reason) == (units, reason)
+    assert query.units == units and query.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(
