@@ -33,6 +33,10 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 hint = f"DeepSpeed matches from the start of a name (begin with '.*'); names look like {shown}"
                 yield Finding(NAME, "warn", line.pattern, f"{line} matches no parameter that is not yet matched", hint)
                 continue
+            if subject.plan.dialect == "transformers" and any(matches(line.pattern, name) for name in known):
+                hint = "remove it: transformers looks every number up as *, so a row is about all blocks or none"
+                yield Finding(NAME, "warn", line.pattern, f"{line} names a single block, and is never looked up", hint)
+                continue
             hint = f"did you mean {close[0]!r}?" if close else "remove it: no similar path is missing a row"
             meant = [w for w in subject.weights if close and any(matches(close[0], n) for n in (w.name, w.module))]
             size = sum(w.bytes for w in meant)
