@@ -125,9 +125,11 @@ def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
         lacks = lacks_for_stages(clone.model)
         text = f"transformers cannot split it into {_STAGES} pipeline stages"
         text += f": it divides {lacks}, which the model does not have" if lacks else ", or the stages do not run"
-        raised, kind = said(getattr(error, "cause", error)), "cannot-run" if plan else ""
+        raised = "" if lacks else said(getattr(error, "cause", error))
         hint = "run it with pp_size=1" + (", and do not claim a pp_plan" if plan else "")
-        yield Finding("", "error" if plan else "note", lacks, text, hint, proof="" if lacks else raised, kind=kind)
+        yield Finding(
+            "", "error" if plan else "note", lacks, text, hint, proof=raised, kind="cannot-run" if plan else ""
+        )
         return
     if worst > _ALLOWED:
         again = unsplit_children(clone.model)
