@@ -339,9 +339,9 @@ def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
         yield f"{text}; in the dtype of the others they take {plain:,.1f} GiB"
     else:
         yield f"trained weights count as plain, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes {stored}"
-    if (left := sum(sizes.values())) > plain:
-        largest = max(sizes, key=lambda name: sizes[name])
-        yield f"most weights, {left:,.1f} GiB, are not quantised by this format, the largest of them {largest}"
+    left = {name: size for name, size in sizes.items() if steps.module.get_parameter(name).dim() > 2}
+    if (rest := sum(left.values())) > plain:
+        yield f"most weights, {rest:,.1f} GiB, are not quantised by this format, the first of them {next(iter(left))}"
 
 
 def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
