@@ -103,7 +103,7 @@ def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output:
 def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remote_code: bool) -> None:
     """Write the corrected plan, or an unchanged plan if nothing is wrong; nothing if no correction passed its audit."""
     from autoplan.check.audit.lines import plan_as_written
-    from autoplan.check.audit.repair.rows import write_fixed
+    from autoplan.check.audit.rows import write_fixed
     from autoplan.hf.source import resolve
 
     fixed = report.fixed

@@ -46,7 +46,19 @@ LongCut = Annotated[
 Cut = Annotated[bool, typer.Option("--sequence-parallel", help="Shard the residual stream along the sequence.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not stdout.")]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before anything is computed for it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise AutoplanError(f"cannot write {path}: there is no folder {path.parent}", hint="make it, or choose another")
+    return path
+
+
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not stdout.", callback=_in_a_folder),
+]
 Page = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page.")]
 
 

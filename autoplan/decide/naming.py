@@ -16,7 +16,7 @@ from autoplan.values import ParameterFact
 
 @dataclass(frozen=True)
 class Naming:
-    """The role that a rule gives a parameter, the styles the rule allows, and the sizes of the match."""
+    """The role that a rule gives a parameter, the styles the rule allows, and sharded sizes of the match."""
 
     binding: str
     rule: Rule
@@ -73,6 +73,7 @@ def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Fl
             f"{binding}.{field_name}": dim.size
             for binding, box in match.boxes
             for field_name, dim in node_of(flow, box).dims
+            if dim.layout is not None
         }
         allowed = dict(match.rule.yields)
         for binding, box in match.claims:

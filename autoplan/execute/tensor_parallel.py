@@ -203,11 +203,16 @@ def record(model: nn.Module, plan: Plan, **facts: Any) -> None:
 def check_matches(model: nn.Module, plan: Plan) -> None:
     """Raise PlanMismatchError, with the nearest path or the difference, unless every pattern of the plan matches
     something in this model and the plan was made for such code and sizes."""
+    check_names(model, plan)
+    check_fits(model, plan)
+
+
+def check_names(model: nn.Module, plan: Plan) -> None:
+    """Raise PlanMismatchError, with the nearest path, unless every pattern of the plan matches something."""
     parameter_rules(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in dict.fromkeys(instruction.pattern for instruction in plan.runtime.instructions):
         _module_names(pattern, modules)
-    check_fits(model, plan)
 
 
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:

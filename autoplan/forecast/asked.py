@@ -50,7 +50,7 @@ def mesh_sizes(
 def _parsed(mesh: str, part: str) -> tuple[str, int]:
     name, _, size = (text.strip() for text in part.partition("="))
     if not (size.isascii() and size.isdigit() and len(size) < 9) or int(size) < 1:
-        raise AutoplanError(f"the mesh {mesh!r} has no size for {name!r}", hint=_HINT)
+        raise AutoplanError(f"the mesh {mesh!r}: the size of {name!r} must be a whole number from 1 on", hint=_HINT)
     return name, int(size)
 
 
@@ -79,7 +79,7 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
             hint = "omit it, and describe one stage"
             raise AutoplanError(f"the mesh dim {name!r} is not supported in estimates", hint=hint)
         if size > 1 and not any(name in aliases for aliases in ALIASES.values()):
-            known = ", ".join(name for aliases in ALIASES.values() for name in aliases)
+            known = ", ".join((*(name for aliases in ALIASES.values() for name in aliases), "cp", *priced))
             what = f"the mesh dim {name!r} of {size} ranks has no known purpose"
             raise AutoplanError(what, hint=f"known are {known}")
     purposes = {purpose: size for purpose, aliases in ALIASES.items() for name, size in sizes if name in aliases}

@@ -273,7 +273,8 @@ def choose(
     batch = f"{sequences} sequence{'s' * (sequences > 1)} {'held at once' if train == 'inference' else 'a step'}"
     if concurrency:
         batch = f"{concurrency} sequences held at once, {sequences} prompts read at a time"
-    return Choice(source, tuple(rows), gpus, size, device, sweep, sequences, tuple(sweep.dropped), enough,
+    dropped = tuple(dict.fromkeys(sweep.dropped))
+    return Choice(source, tuple(rows), gpus, size, device, sweep, sequences, dropped, enough,
                   tuple(sweep.elsewhere(gpus, sequences)), margin, (batch, *question.how), question.unused)  # fmt: skip
 
 

@@ -331,17 +331,17 @@ def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
     """Yield where quantised weights are counted as stored, and where dequantised."""
     if not steps.packed:
         return
-    sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
-    plain = sum(weight.elements * sizes[weight.name] for weight in steps.packed) / 2**30
-    stored = sum(weight.bytes for weight in steps.packed) / 2**30
-    packed = any(p.packed for unit in units for p in unit.parameters)
-    yield (
-        f"quantised weights are counted as stored, {stored:,.1f} GiB on all ranks, plus the largest of them "
-f"dequantised; in the dtype of the others they take {plain:,.1f} GiB"
-        if packed else
-        f"trained weights are counted unquantised, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes "
-f"{stored:,.1f} GiB"
-    )  # fmt: skip
+    sizes = {name: p.numel() * p.element_size() / 2**30 for name, p in steps.module.named_parameters()}
+    plain = sum(sizes.pop(weight.name) for weight in steps.packed)
+    stored = f"{sum(weight.bytes for weight in steps.packed) / 2**30:,.1f} GiB"
+    if any(p.packed for unit in units for p in unit.parameters):
+        text = f"quantised weights are counted as stored, {stored} on all ranks, plus the largest of them dequantised"
+        yield f"{text}; in the dtype of the others they take {plain:,.1f} GiB"
+    else:
+        yield f"trained weights count as plain, {plain:,.1f} GiB on all ranks; the quantised checkpoint takes {stored}"
+    left = {name: size for name, size in sizes.items() if steps.module.get_parameter(name).dim() > 2}
+    if (rest := sum(left.values())) > plain:
+        yield f"most weights, {rest:,.1f} GiB, are not quantised by this format, the first of them {next(iter(left))}"
 
 
 def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:

@@ -96,7 +96,7 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
 
 def usual_targets(model_type: str, config: PretrainedConfig | None) -> tuple[str, ...] | str:
     """Return the layers that peft's LoRA adapts by default in this type of model; raise SourceError without any."""
-    hint = "pass their names: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
+    hint = "pass their names: lora_targets='q_proj,v_proj', or all-linear"
     try:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
     except ImportError as error:

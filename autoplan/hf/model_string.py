@@ -75,6 +75,8 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
         return _from_builder(left, right)
     if text in CONFIG_MAPPING:
         return Found(config=default_config(text))
+    if text.startswith(("/", "./", "../", "~")):
+        raise SourceError(f"there is no folder {text!r}", hint="pass one with a config.json (weights are not needed)")
     return _from_hub(text, trust_remote_code)
 
 

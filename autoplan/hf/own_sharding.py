@@ -178,6 +178,16 @@ def as_pipeline_stage(model: Any, mesh: Any, pass_on: Callable[..., Any]) -> Any
     return model
 
 
+def lacks_for_stages(model: Any) -> str:
+    """Return the path of the layers that transformers divides among stages, if the model has none there; else ""."""
+    base, path = model, ""
+    for name in (model.base_model_prefix, _HANDED_OUT[1]):
+        path = f"{path}.{name}".strip(".")
+        if (base := getattr(base, name, None)) is None:
+            return path
+    return ""
+
+
 def unsplit_children(model: Any) -> tuple[str, ...]:
     """Return modules with weights that transformers does not assign to a stage: each stage runs them."""
     base = getattr(model, model.base_model_prefix, model)

@@ -184,6 +184,8 @@ def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -
     if heads != sizes.heads:
         wide = sizes.wide_head_dim // sizes.head_dim * (hidden // heads)
         chosen |= {"hidden": hidden, "head_dim": hidden // heads, "wide_head_dim": wide, "state_heads": 2 * heads}
+    pairs = 2 * tried  # gated layers halve their width
+    chosen |= {name: -(-getattr(sizes, name) // pairs) * pairs for name in ("intermediate", "expert_width")}
     return replace(sizes, **chosen)
 
 

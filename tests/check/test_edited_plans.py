@@ -22,7 +22,7 @@ from mesh_toys import mesh_of
 from plan_mutants import SUBJECTS, outcome_of, subject, try_mutants
 from slow_cases import marked
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import autoplan
 from autoplan.check.audit import gate
@@ -340,3 +340,20 @@ def test_a_plan_for_context_parallelism_is_derived_as_one() -> None:
     older = replace(plan, made_for=replace(plan.made_for, model="other code"))
     derived = gate.held_against_model(model, older)
     assert (derived.tp_size, derived.cp_size) == (1, 2) and derived.runtime == plan.runtime
+
+
+def test_an_audit_names_what_parallelize_refuses(tmp_path: Path) -> None:
+    """A style that was edited beside layouts that were not; and a plan of another model, which `verify` refuses too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config, other = (kind(**sizes, num_hidden_layers=2, vocab_size=160) for kind in (LlamaConfig, Qwen3Config))
+    edited = plan_to_dict(autoplan.plan(config, 2))
+    next(entry for entry in edited["entries"] if entry["pattern"].endswith("up_proj"))["style"] = "rowwise"
+    report = autoplan.audit(config, plan_from_dict(edited), 2)
+    cause = report.findings[0]
+    assert not report.ok and cause.about == ("model.layers.*.mlp.up_proj",) and "style: colwise" in cause.hint
+    assert "exact on 2 simulated ranks" in report.details["ran"] and report.fixed is not None
+    foreign = autoplan.plan(other, 2)
+    report = autoplan.audit(config, foreign, 2)
+    assert not report.ok and any("q_norm" in f.proof or "k_norm" in f.proof for f in report.findings)
+    with pytest.raises(PlanMismatchError, match="matches no"):
+        autoplan.verify(config, foreign, 2)

@@ -21,7 +21,8 @@ from drawn_plans import mistake_of
 from drawn_words import drawn
 from scored_audits import score
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from transformers import LlamaConfig
 from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
 
@@ -345,3 +346,14 @@ def test_fix_writes_the_corrected_plan(tmp_path: Path, monkeypatch: pytest.Monke
         "'layers.*.attn.o_proj': RowwiseParallel()," in text and "ColwiseParallel(output_layouts=Replicate())" in text
     )
     assert "give -o FILE" in capsys.readouterr().err
+
+
+def test_automodel_ties_tied_ends_again() -> None:
+    """parallelize_module makes two of a tied weight; Automodel, whose plan this is, ties them before it trains."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=160, tie_word_embeddings=True)
+    table = type("VocabParallelEmbedding", (RowwiseParallel,), {"__module__": "nemo_automodel.components"})
+    ends = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    report = autoplan.audit(config, {"model.embed_tokens": table(input_layouts=Replicate()), **ends}, 2)
+    assert report.ok, report
+    assert not autoplan.audit(config, {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), **ends}, 2).ok

@@ -68,6 +68,21 @@ def test_what_does_not_is_split_on_one_head_each() -> None:
     assert splits(plan, "out") and "tried on 4 simulated ranks" in " ".join(str(plan).split())
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 3, 3), (10, 5, 5)])
+def test_a_clone_splits_over_any_number_of_ranks_what_the_model_splits(heads: int, kv_heads: int, ranks: int) -> None:
+    """Four key heads are not divisible by three: attention was replicated in the clone, and nobody said so."""
+    config = LlamaConfig(
+        hidden_size=16 * heads,
+        intermediate_size=30 * heads,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=320,
+    )
+    report = autoplan.verify(config, tp_size=ranks, checks=["parameters", "forward"])
+    assert report.ok and report.details["communication"][0].forward["all_reduce"][0] == 2
+
+
 def test_verify_takes_the_plans_own_size() -> None:
     ids = {"ids": torch.randint(0, 64, (2, 6))}
     plan = autoplan.plan(Attention("branch"), tp_size=4, prove="none", inputs=ids)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from small_models import Decoder, PackedDecoder, ids, with_adapters, with_experts
 from torch import nn
+from transformers import LlamaConfig
 
+import autoplan
 from autoplan.analyse.solve import Solution, solve
 from autoplan.capture.recorder import record
 from autoplan.common.patterns import matches
@@ -120,6 +122,29 @@ def test_a_tied_weight_is_planned_where_it_is_looked_up_and_where_it_is_multipli
 )
 def test_reasons_have_numbers(pattern: str, says: str) -> None:
     assert entry(decoder_plan(), pattern).reason == says
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "units", "reason"),
+    [
+        (6, 3, 2, "6 heads × 16", "6 heads; tp=2 gives each rank 3"),  # one of two in each of three groups
+        (
+            6,
+            3,
+            3,
+            "3 groups × 32",
+            "6 query heads in 3 groups; tp=3 gives each rank 2 query heads and 1 key/value head",
+        ),
+    ],
+)
+def test_heads_are_counted_where_keys_are_replicated(
+    heads: int, kv_heads: int, tp: int, units: str, reason: str
+) -> None:
+    config = LlamaConfig(
+        hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads, num_hidden_layers=2
+    )
+    query = entry(autoplan.plan(config, tp, prove="none"), "model.layers.*.self_attn.q_proj")
+    assert query.units == units and query.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def test_every_device_is_whole_and_dense() -> None:
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"mesh": "tp=x"}, "no size"),
+        ({"mesh": "tp=x"}, "whole number"),
         ({"mesh": "tp=2", "train": "some"}, "train="),
         ({"mesh": "tp=2", "optimizer": "sophia"}, "optimizer="),
         ({"mesh": "tp=2", "batch": 0}, "batch is 0"),

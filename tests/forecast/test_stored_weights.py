@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import autoplan
 from autoplan.forecast.dry_run import dry_run
@@ -73,6 +73,14 @@ def test_adapters_beside_quantised_weights_leave_these_as_stored() -> None:
     linears = 3 * (4 * 512 * 512 + 3 * 512 * 1024)
     assert full.parts.weights - adapters.parts.weights == pytest.approx(linears * (2 - 0.5 - 4 / 64) / 2, rel=0.15)
     assert "nf4" in str(adapters) and "nf4" not in full.weights_text
+
+
+def test_weights_that_a_format_leaves_as_they_are_are_said() -> None:
+    """bitsandbytes quantises linear layers: experts in one parameter are none."""
+    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=8, vocab_size=160, dtype=torch.bfloat16)
+    found = autoplan.estimate(config, mesh="tp=1", sequence=64, train="inference", weights="nf4")
+    assert any("not quantised by this format" in note and "experts.gate_up_proj" in note for note in found.notes)
 
 
 def test_a_plain_config_is_asked_about_in_other_formats() -> None:

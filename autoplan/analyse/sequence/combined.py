@@ -105,11 +105,10 @@ class _Combined:
             _refuse(where, f"{layout} gives ranks parts of different sizes")
         if stride % self.cp_size == 0:  # all ranks of cp have the same
             return Layout("factor", layout.size // pieces)
-        if self.cp_size % stride:
-            _refuse(where, f"{layout} cannot be sharded again within the part of a tp rank")
         many = self.cp_size // stride
-        if pieces % many and many % pieces:
-            _refuse(where, f"{layout} cannot be sharded again within the part of a tp rank")
+        if self.cp_size % stride or (pieces % many and many % pieces):
+            ranks = f"tp={self.tp_size} × cp={self.cp_size} ranks"
+            _refuse(where, f"{ranks} share its {layout.size} units, which those of one tp rank cannot divide")
         mine = min(many, pieces)
         return Layout(
             "factor", layout.size * mine // pieces, split=(0, 1) if stride == 1 == many // mine else (mine, stride)

@@ -22,6 +22,7 @@ from autoplan.common.options import Wish, check_count
 from autoplan.common.patterns import Universe, fold_names, is_under, matches
 from autoplan.decide.plan.chosen import choices_of_plan, experts_of, wish_of_plan
 from autoplan.decide.plan.folding import Names, flow_of
+from autoplan.execute.tensor_parallel import check_names
 from autoplan.values import AllGather, Capabilities, CutsOf, Drawn, Finding, Plan, Report
 from autoplan.values.plan import digest
 
@@ -118,7 +119,8 @@ def _ran(subject: Audited) -> str:
     by = "an imitation of DeepSpeed's layers" if subject.plan.dialect == "deepspeed" else subject.plan.dialect
     ranks = subject.numbers.tp_size
     stand_in = f" (tried at tp={ranks} in place of tp={subject.tp_size})" if ranks != subject.tp_size else ""
-    return f"{subject.outcome} on {ranks} simulated ranks{stand_in}, run by {by}"
+    outcome = "exact" if subject.numbers.ok else "wrong"
+    return f"{outcome} on {ranks} simulated ranks{stand_in}, run by {by}"
 
 
 def _findings(subject: Audited) -> Iterable[Finding]:
@@ -160,7 +162,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         numbers=trial.numbers,
         unproven=trial.reason or "the unsharded model's outputs or gradients are NaN",
         right=right,
-        refused=_refused(foreign.plan, right) if run and trial.numbers is None else "",
+        refused=_refused(module, foreign.plan, right) if run else "",
         ran_at_full_size=trial.full_size,
         extra={"clone": trial.tiny, "thawed": trial.thawed, "captured": captured},
         packed=source.packed(module),
@@ -184,13 +186,22 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
     return foreign
 
 
-def _refused(plan: Plan | None, right: Plan | None) -> str:
-    """Return why `parallelize` would not apply an autoplan plan that was not run; "" if it would."""
-    if plan is None or right is None or plan.ranks == 1 or plan.runtime == right.runtime:
+def _refused(model: Any, plan: Plan | None, right: Plan | None) -> str:
+    """Return why `parallelize` would not apply an autoplan plan; "" if it would, as far as can be told unproven."""
+    if plan is None or plan.ranks == 1:
         return ""
-    if not plan.made_for.content or digest(plan) == plan.made_for.content:
+    try:
+        check_names(model, plan)
+    except PlanMismatchError as error:
+        return f"{error.message}: `parallelize` refuses it"
+    if right is None or not plan.made_for.content or digest(plan) == plan.made_for.content or _alike(plan, right):
         return ""
     return "the plan was edited after it was made and no longer follows from its choices: `parallelize` refuses it"
+
+
+def _alike(plan: Plan, right: Plan) -> bool:
+    styles = ({(entry.pattern, entry.style) for entry in each.entries} for each in (plan, right))
+    return plan.runtime == right.runtime and next(styles) == next(styles)
 
 
 def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:

@@ -108,7 +108,7 @@ def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:
 
 def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
     """The model on two stages, split by transformers, against the whole model: outputs alone, for it trains none."""
-    from autoplan.hf.own_sharding import splits_pipelines, unsplit_children
+    from autoplan.hf.own_sharding import lacks_for_stages, splits_pipelines, unsplit_children
 
     modules = {name for name, _ in module.named_modules()}
     for key in plan:
@@ -122,9 +122,14 @@ def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
     try:
         worst = _on_stages(clone.model, feed, base)
     except Exception as error:  # what splitting or running it raises is the finding
-        cause = getattr(error, "cause", error)
-        text = f"it cannot be split into {_STAGES} pipeline stages: {said(cause)}"
-        yield Finding("", "error" if plan else "note", "", text, kind="cannot-run" if plan else "")
+        lacks = lacks_for_stages(clone.model)
+        text = f"transformers cannot split it into {_STAGES} pipeline stages"
+        text += f": it divides {lacks}, which the model does not have" if lacks else ", or the stages do not run"
+        raised = "" if lacks else said(getattr(error, "cause", error))
+        hint = "run it with pp_size=1" + (", and do not claim a pp_plan" if plan else "")
+        yield Finding(
+            "", "error" if plan else "note", lacks, text, hint, proof=raised, kind="cannot-run" if plan else ""
+        )
         return
     if worst > _ALLOWED:
         again = unsplit_children(clone.model)
@@ -199,11 +204,13 @@ def _context(source: Any, model: Any, is_claimed: bool | None) -> Iterator[Findi
     outcome = outcome_of(model, feed)
     if outcome is None:
         if is_claimed:
-            yield Finding("", "warn", "", f"not run: no call with {LENGTH} tokens returns logits")
+            text = f"not run: no call with {LENGTH} tokens returns logits for each, which ranks could be compared by"
+            yield Finding("", "warn", "", text, "compare a step of your own over cp with one device")
         return
     over = f"over {RANKS} ranks of accelerate's context parallelism"
     if outcome.error is None and is_claimed:
-        yield Finding("", "error", "", f"it cannot run {over}: {outcome.why}", kind="cannot-run")
+        hint = "autoplan.plan(model, cp_size=2)"
+        yield Finding("", "error", "", f"it cannot run {over}: {outcome.why}", hint, kind="cannot-run")
     elif outcome.error is not None and outcome.error > ALLOWED and is_claimed:
         why = "" if outcome.attends else ", and attention never calls scaled_dot_product_attention"
         off = f"logits are off by {outcome.error:.2g} (allowed {ALLOWED:g})"

@@ -198,13 +198,16 @@ def torch_sharding(plan: Mapping[str, Any]) -> Sharding:
 
 
 def _shard_as_torch(model: Any, mesh: Any, *, plan: dict[str, Any]) -> Any:
+    ends = [getattr(model, end)() for end in conventions().ends if hasattr(model, end)]
+    is_tied = len(ends) == 2 and len({id(getattr(end, "weight", end)) for end in ends}) == 1
     model = parallelize_module(model, mesh, {pattern: copy.deepcopy(style) for pattern, style in plan.items()})
-    # Automodel's style only marks such a module: its training loop sums the gradients
+    # Automodel's style only marks such a module: its training loop sums the gradients. It ties tied ends again, too
     marking = [key for key, style in plan.items() if type(style).__name__ == "ReplicatedWithGradAllReduce"]
-    for name, module in model.named_modules():
-        if any(reached_by_torch(key, name) for key in marking):
-            for parameter in module.parameters(recurse=False):
-                parameter.register_hook(partial(all_reduce, group=RankGroup.of(mesh)))
+    marked = [module for name, module in model.named_modules() if any(reached_by_torch(key, name) for key in marking)]
+    for parameter in (parameter for module in marked for parameter in module.parameters(recurse=False)):
+        parameter.register_hook(partial(all_reduce, group=RankGroup.of(mesh)))
+    if is_tied and any(type(style).__module__.startswith("nemo_automodel.") for style in plan.values()):
+        ends[1].weight = ends[0].weight
     return model
 
 
@@ -214,18 +217,15 @@ def _gathered(model: Any, grads: bool) -> dict[str, Any]:
 
 
 def _whole(tensor: Any) -> Any:
-    if not hasattr(tensor, "placements"):
-        return tensor
-    if not any(type(placement).__name__ == "_StridedShard" for placement in tensor.placements):
-        return tensor.full_tensor()
+    if not any(type(placement).__name__ == "_StridedShard" for placement in getattr(tensor, "placements", ())):
+        return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
     # A weight sharded in interleaved pieces: every rank's rows, put back where they came from
     local = tensor.to_local().contiguous()
     places = torch.arange(tensor.numel(), dtype=torch.int64).reshape(tensor.shape)
     mine = slice_of(tensor, places).contiguous()
     group = tensor.device_mesh.get_group()
-    size = dist.get_world_size(group)
-    pieces = [torch.empty_like(local) for _ in range(size)]
-    where = [torch.empty_like(mine) for _ in range(size)]
+    pieces = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    where = [torch.empty_like(mine) for _ in pieces]
     dist.all_gather(pieces, local, group=group)
     dist.all_gather(where, mine, group=group)
     whole = torch.zeros(tensor.numel(), dtype=local.dtype)

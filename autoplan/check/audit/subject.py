@@ -123,6 +123,10 @@ class Audited:
         ones, others = ([self.by_name[name] for name in self.folds.expand(weight.name)] for weight in (first, other))
         yield from zip_longest(ones, others, fillvalue=(ones if len(ones) < len(others) else others)[-1])
 
+    def all_of(self, weights: Iterable[Weight]) -> Iterator[Weight]:
+        """These weights in each block that theirs stands for."""
+        yield from (self.by_name[name] for weight in weights for name in self.folds.expand(weight.name))
+
     def of_line(self, line: Line) -> list[Weight]:
         """The parameters that a line decides about."""
         return [weight for weight in self.weights if weight.said.line == line]

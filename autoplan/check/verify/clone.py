@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -250,6 +251,16 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
 # A mesh to simulate, as text
 
 NAMES = ("dp", "dp_shard", "fsdp", "dp_shard_cp", "dp_replicate", "tp", "ep", "cp")
+
+
+def clone_for(source: Source, sizes: Sizes) -> Clone:
+    """Return a clone in which so many ranks split what they split in the model: the heads and experts of a clone are
+    divisible by 2 and 4, unless they are fitted to other numbers."""
+    ranks = max(sizes.tp, sizes.ep)
+    if 4 % ranks or source.parts_units(ranks):
+        with suppress(AutoplanError):
+            return clone_of(replace(source, ranks=(ranks, ranks)))
+    return clone_of(source)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.check.ranks.common import GENERATORS, Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine, travels
-from autoplan.check.verify.clone import Clone, MeshSizes, Sizes, clone_of, parse_mesh, tried_sizes
+from autoplan.check.verify.clone import Clone, MeshSizes, Sizes, clone_for, clone_of, parse_mesh, tried_sizes
 from autoplan.check.verify.compare import against_the_least, capabilities_of, plan_for
 from autoplan.check.verify.on_ranks import cut_together, mesh_of, sharding_of, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
@@ -32,6 +32,7 @@ from autoplan.common.stages import seldom_collected
 from autoplan.decide.plan.folding import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model, same_plan
+from autoplan.execute.tensor_parallel import check_names
 from autoplan.hf.source import resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.simulated_ranks import alone
@@ -92,6 +93,8 @@ def verify(
         for name, value in switches.items():
             check_argument(name, value, bool, "choose True or False")
         source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+        if plan is not None:
+            check_names(source.module(), plan)
         how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
         how["sequence_parallel"] = sequence_parallel
         if plan is None or tp_size is not None or mesh is not None:
@@ -152,7 +155,7 @@ def verify_source(
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
     sizes = Sizes.of(tp_size, ep_size, plan, cp_size) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     budget = Budget() if budget is None else budget
-    clone = clone_of(source) if clone is None else clone
+    clone = clone_for(source, sizes) if clone is None else clone
     how: Any = {"mesh": mesh, "budget": budget, "traffic": traffic}
     if clone.outside and mesh is None and engine == "threads":
         engine = _engine_for(clone)
@@ -237,8 +240,8 @@ def _verify_mesh(
     """Run the usual checks on a mesh of several dims, and train on it, with and without activation checkpointing."""
     from autoplan.check.verify.mesh_training import check_training
 
-    clone = clone_of(source)
     sizes = Sizes.of(mesh.tp_size, mesh.ep_size if mesh.ep_size > 1 else ep_size, plan, mesh.cp_size)
+    clone = clone_for(source, sizes)
     left_out = _NOT_ON_MESHES if sizes.ranks > sizes.cp else (*_NOT_ON_MESHES, "state_dict")
     wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
     dims = dict(zip(mesh.names, mesh.sizes, strict=True))

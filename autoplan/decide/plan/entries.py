@@ -208,7 +208,7 @@ def units_text(fact: ParameterFact, naming: Naming | None) -> tuple[str, str]:
     if fact.layout is None:
         return "", ""
     layout = Layout.parse(fact.layout)
-    units = _first_sharded(layout).size
+    units = _first_sharded(layout).size * _times(layout, naming)
     rows = layout.size // units if layout.size % units == 0 and layout.kind == "product" else 1
     unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, units) > units else None
     unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else unit
@@ -223,7 +223,7 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
     assert fact.layout is not None
     layout = Layout.parse(fact.layout)
     unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else _unit(naming, layout)
-    parts = [_heads_text(layout, naming, tp) or _shards_text(layout, unit, tp)]
+    parts = [_heads_text(layout, naming, tp) or _shards_text(layout, unit, tp, _times(layout, naming))]
     replicated_rows = _held_by_all(layout)
     if replicated_rows:
         parts.append(f"{replicated_rows} of its {layout.size} rows are replicated, their gradients summed")
@@ -235,15 +235,16 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
     return text if naming is not None else f"a verified split that no rule names: {text}"
 
 
-def _shards_text(layout: Layout, unit: str, tp: int) -> str:
+def _shards_text(layout: Layout, unit: str, tp: int, times: int) -> str:
     first = _first_sharded(layout)
-    counts = [Layout.parse(str(first)).held(rank, tp) for rank in range(tp)]
+    counts = [Layout.parse(str(first)).held(rank, tp) * times for rank in range(tp)]
+    all_units = _count(first.size * times, unit)
     if first.split != (0, 1):
         pieces = first.split[0] if first.split else 1
-        return f"{_count(first.size, unit)} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
+        return f"{all_units} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
     if len(set(counts)) == 1:
-        return f"{_count(first.size, unit)}; {'ep' if unit == 'expert' else 'tp'}={tp} gives each rank {counts[0]}"
-    return f"{_count(first.size, unit)}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
+        return f"{all_units}; {'ep' if unit == 'expert' else 'tp'}={tp} gives each rank {counts[0]}"
+    return f"{all_units}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
 
 
 def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
@@ -279,6 +280,14 @@ def _is_minor(layout: Layout) -> bool:
         return all(_is_minor(part) for part in layout.parts if part.is_split)
     last = layout.parts[-1] if layout.kind == "product" else layout
     return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
+
+
+def _times(layout: Layout, naming: Naming | None) -> int:
+    """Return in how many groups the sharded heads are, where a rank has some heads of each group."""
+    if naming is None or naming.unit != "head" or layout.kind != "product" or _is_minor(layout):
+        return 1
+    first = next((n for n, part in enumerate(layout.parts) if part.is_split), 0)
+    return prod(part.size for part in layout.parts[:first])
 
 
 def _held_by_all(layout: Layout) -> int:

@@ -135,7 +135,7 @@ def choice_view(choice: Any) -> RenderableType:
     for row in shown:
         place = choice.rows.index(row) + 1
         priced = row.estimate
-        again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
+        again = {True: "block", False: "none"}.get(row.checkpointing, str(row.checkpointing))
         variant = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
         speed = f"{priced.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
         speed += f", decoding {priced.decoded_per_second:,.0f}" if row.fits and priced.decoded_per_second else ""

@@ -86,8 +86,8 @@ def check_positions(name: str, module: nn.Module, length: int) -> int:
                 and not tables.isdisjoint(range(rows, rows + _BEFORE_THE_FIRST + 1))
             ):
                 raise AutoplanError(
-                    f"{name} has a table of {rows:,} positions ({field}), but {length:,} tokens were requested",
-                    hint=f"request at most {rows:,} tokens (--sequence), or pass a config with more positions",
+                    f"{name} has a table of {rows:,} positions ({field}), but the sequence has {length:,} tokens",
+                    hint=f"ask for at most {rows:,} (--sequence), or pass a config with more positions",
                 )
     return named
 

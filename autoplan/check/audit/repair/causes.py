@@ -7,20 +7,17 @@ differs in the fewest places is the correction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
-from autoplan.check.audit.repair.rows import Change
 from autoplan.check.audit.repair.search import Repair
+from autoplan.check.audit.rows import Change, layout_text, row_text
 from autoplan.check.audit.subject import Audited, Level, few
 from autoplan.check.audit.trial import drafted
 from autoplan.common.patterns import best_match, is_under, matches, starred
 from autoplan.decide.plan.chosen import wish_of_plan
 from autoplan.values import Finding, Plan
-from autoplan.values.plain import plain
 
 # Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either
 # may be the wrong one.
@@ -158,6 +155,12 @@ def _told(repair: Repair, change: Change) -> tuple[str, str]:
     text = repair.dialect.text(change.old)
     if change.new is None:
         return "layouts", f"{names} must be replicated, but the plan gives it {text}"
+    if type(change.old) is type(change.new) and not isinstance(change.old, str | Mapping):
+        options = (vars(change.old), vars(change.new))
+        old, new = ({name: layout_text(v).replace(",)", ")") for name, v in each.items()} for each in options)
+        name = next((name for name in new if old.get(name) != new[name]), "_")
+        if not name.startswith("_"):
+            return "edges", f"{names} has {name}={old.get(name)}, but its neighbours need {name}={new[name]}"
     return "edges", f"{text} does not fit {names}: the layouts of its neighbours do not match"
 
 
@@ -222,18 +225,19 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
     by_entry = set(apart)
     for name in subject.parameters:
         mine_rule, its_rule = (best_match(p.runtime.parameters, name) for p in (plan, other))
-        rows = [None if rule is None else _row(replace(rule, pattern="")) for rule in (mine_rule, its_rule)]
+        rows = [None if rule is None else row_text(replace(rule, pattern="")) for rule in (mine_rule, its_rule)]
         if rows[0] != rows[1] and name.rpartition(".")[0] not in by_entry:
             cuts = [
                 "whole" if rule is None or rule.dim is None else f"dim {rule.dim}: {rule.layout}"
                 for rule in (mine_rule, its_rule)
             ]
             says, must = cuts if cuts[0] != cuts[1] else (str(row) for row in rows)
-            fix = "remove it" if its_rule is None else f"{'add' if mine_rule is None else 'write'} {_row(its_rule)}"
+            fix = "remove it" if its_rule is None else f"{'add' if mine_rule is None else 'write'} {row_text(its_rule)}"
             apart[name] = Difference(f"the plan shards it as {says}, but the model requires {must}", fix)
     for name in subject.modules:
         done, needed = (
-            Counter(_row(row) for row in p.runtime.instructions if matches(row.pattern, name)) for p in (plan, other)
+            Counter(row_text(row) for row in p.runtime.instructions if matches(row.pattern, name))
+            for p in (plan, other)
         )
         extra, missing = sorted((done - needed).elements()), sorted((needed - done).elements())
         if (extra or missing) and name not in by_entry:
@@ -245,15 +249,10 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
     for field in ("random", "random_whole", "draws"):
         drawn, wanted = (getattr(p.runtime, field) for p in (plan, other))
         if drawn != wanted:
-            rows = [_row({field: value}) for value in (drawn, wanted)]
+            rows = [row_text({field: value}) for value in (drawn, wanted)]
             text = f"random numbers are not drawn as the sharding requires: the plan has {rows[0]}"
             apart[f"runtime.{field}"] = Difference(text, f"write {rows[1]}")
     return apart
-
-
-def _row(item: Any) -> str:
-    """A rule or an instruction as plan files write it."""
-    return str(yaml.safe_dump(plain(item, brief=True), default_flow_style=True, sort_keys=False, width=10**6)).strip()
 
 
 def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan) -> tuple[Finding, ...]:

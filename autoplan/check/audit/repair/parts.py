@@ -15,7 +15,7 @@ from os.path import commonprefix
 from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan
-from autoplan.check.audit.repair.rows import DeepSpeed, Dialect, Torch, Transformers
+from autoplan.check.audit.rows import DeepSpeed, Dialect, Torch, Transformers
 from autoplan.check.audit.subject import Audited, few
 from autoplan.common.patterns import starred
 from autoplan.emit.exports import expressible

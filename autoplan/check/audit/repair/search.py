@@ -15,7 +15,7 @@ from typing import Any
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import ForeignPlan, read_foreign
 from autoplan.check.audit.repair.parts import Part, block_of, is_sequence_parallel, parts_of, sequence_ways
-from autoplan.check.audit.repair.rows import (
+from autoplan.check.audit.rows import (
     Change,
     Dialect,
     PlanRow,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.analyse.picture.flow import node_of
+from autoplan.check.audit.rows import dialect_of
 from autoplan.check.audit.subject import Audited
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding
@@ -31,7 +32,14 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if weight.fact.dim is not None and weight.said.dim is None:
             extra = weight.bytes * (subject.tp_size - 1) // subject.tp_size
             text = f"the table is replicated: {bytes_text(weight.bytes)} on every rank"
-            yield Finding(NAME, "note", weight.module, text, f"{weight.module!r}: 'embedding_rowwise'", extra)
+            yield Finding(NAME, "note", weight.module, text, _row(subject, weight.module), extra)
         elif weight.fact.dim is None and weight.said.dim == 0 and weight.said.line is not None:
             text = f"{weight.name} is sharded by rows: {weight.fact.reason}"
             yield subject.suspect(NAME, weight.said.line.pattern, text, "remove its row", names=weight.names)
+
+
+def _row(subject: Audited, module: str) -> str:
+    """Return the row that shards a table, in the words of the plan that was given."""
+    dialect = dialect_of(subject.plan)
+    row = dialect.value("embedding_rowwise") if dialect is not None else None
+    return "`autoplan plan` shards it" if dialect is None or row is None else f"add {dialect.row(module, row)}"

@@ -33,7 +33,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             told.add((attribute, old))
             module = weights[0].module.rpartition(".")[0]
             text = f"{module} computes with {attribute}={old}, but a rank holds {new}"
-            hint = f"set {new} to {attribute} on this module when sharding it"
+            hint = f"set {attribute} to {new} on this module when sharding it"
             yield subject.suspect(NAME, pattern, text, hint, names=[weight.name for weight in weights])
 
 

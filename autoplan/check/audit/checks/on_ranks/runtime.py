@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from autoplan.check.audit.rows import row_text
 from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import matches
 from autoplan.values import Boundary, CallRewrite, Finding, ParallelBlock, ParameterRule, SplitLogits, VocabularyTable
@@ -43,7 +44,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             extra, missing = has - needs, needs - has
             if extra or missing:
                 parts = [f"it has {item}" for item in sorted(extra)] + [f"it lacks {item}" for item in sorted(missing)]
-                groups.setdefault("; ".join(parts[:3]).replace("pattern='', ", ""), []).append(name)
+                groups.setdefault("; ".join(parts[:3]).replace("pattern: '', ", ""), []).append(name)
         for difference, places in groups.items():
             yield subject.suspect(NAME, subject.patterns(places), f"{text}: {difference}", "plan again", names=places)
     for field in ("random", "random_whole", "draws"):
@@ -58,7 +59,7 @@ def _expanded(items: tuple[Any, ...], names: dict[str, Any]) -> dict[str, set[An
     for item in items:
         for name in names if "*" in item.pattern else (item.pattern,):
             if matches(item.pattern, name):
-                text, known = repr(replace(item, pattern="")), said.setdefault(name, set())
+                text, known = row_text(replace(item, pattern="")), said.setdefault(name, set())
                 known.add(f"{text} twice" if text in known else text)
     return said
 

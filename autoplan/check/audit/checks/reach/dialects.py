@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Audited, Level
+from autoplan.check.audit.subject import Audited, Level, few
 from autoplan.common.conventions import conventions
 from autoplan.values import Finding
 
@@ -25,7 +25,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         shipped = conventions().shipped_plan(subject.model)
         kept = [f"{key}: {style}" for key, style in shipped.items() if key not in subject.plan.raw]
         if subject.plan.lines and kept:
-            text = f"DistributedConfig(tp_plan=…) would also apply {len(kept)} shipped rules: {', '.join(kept[:3])}"
+            text = f"DistributedConfig(tp_plan=…) would also apply shipped rules: {few(kept)}"
             yield Finding(NAME, "note", "", text, "write 'replicate' for the ones to disable")
     level: Level = "error" if subject.is_wrong else "warn"
     proof = subject.proof() if subject.is_wrong else ""

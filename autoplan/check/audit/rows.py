@@ -16,9 +16,11 @@ import yaml
 from autoplan.check.audit.lines import ForeignPlan, Line, numbers_starred, read_foreign
 from autoplan.check.audit.subject import Audited
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.plain import write_whole
 from autoplan.common.patterns import fold_names, starred
 from autoplan.decide.written_plans.dialects import ALIASES, kind_of, spec_for, specs_of
 from autoplan.values import Entry, Plan
+from autoplan.values.plain import plain
 
 # How a cut is said in a dialect, whether two values say the same, and how a row reads. A value is what stands at a
 # key.
@@ -112,7 +114,7 @@ class Torch(Dialect):
             if isinstance(option, tuple) and len(option) == 1 and cls.__name__ not in LAYOUTS_ONLY:
                 option = option[0]
             if option is not None and (name not in plain or repr(plain[name]) != repr(option)):
-                arguments.append(f"{name}={_layout_text(option)}")
+                arguments.append(f"{name}={layout_text(option)}")
         return f"{cls.__name__}({', '.join(arguments)})"
 
 
@@ -120,13 +122,13 @@ LAYOUTS = ("Replicate", "Shard", "Partial")
 LAYOUTS_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 
 
-def _layout_text(value: Any) -> str:
+def layout_text(value: Any) -> str:
     """`Shard(-1)`, as one writes it."""
     if isinstance(value, (tuple, list)):
-        inside = ", ".join(_layout_text(item) for item in value)
+        inside = ", ".join(layout_text(item) for item in value)
         return f"({inside},)" if len(value) == 1 else f"({inside})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_layout_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {layout_text(item)}' for key, item in value.items())}}}"
     name = type(value).__name__
     if name == "Shard":
         return f"Shard({value.dim})"
@@ -351,11 +353,11 @@ def write_fixed(plan: Any, path: Path, title: str) -> None:
     if has_objects and path.suffix != ".py":
         raise AutoplanError(f"{path}: style objects are written as Python", hint=f"-o {path.with_suffix('.py').name}")
     if path.suffix == ".py":
-        path.write_text(_module(plan, title, has_objects), encoding="utf-8")
+        write_whole(path, _module(plan, title, has_objects))
     elif path.suffix in (".yaml", ".yml"):
-        path.write_text(yaml.safe_dump(dict(plan), sort_keys=False), encoding="utf-8")
+        write_whole(path, yaml.safe_dump(dict(plan), sort_keys=False))
     else:
-        path.write_text(json.dumps(dict(plan), indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(dict(plan), indent=2) + "\n")
 
 
 def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
@@ -388,3 +390,8 @@ def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
     if not same:
         raise AutoplanError("a style cannot be written as Python: it is read back differently", hint="edit it by hand")
     return heading + code
+
+
+def row_text(item: Any) -> str:
+    """A rule or an instruction as plan files write it."""
+    return str(yaml.safe_dump(plain(item, brief=True), default_flow_style=True, sort_keys=False, width=10**6)).strip()
