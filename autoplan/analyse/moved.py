@@ -18,6 +18,7 @@ from math import prod
 from autoplan.analyse.placement.call_instructions import call_instruction, lengths_in
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.minimum_cut import LEAVES_PARTS, Payment, least_sums
+from autoplan.analyse.sequence.exchange import MAY_MOVE
 from autoplan.analyse.shards import Shards
 from autoplan.common.layout import Layout
 from autoplan.ops.records.answers import Reduction
@@ -291,8 +292,9 @@ def _reasons(
     for backward in (False, True):
         have = sum(size for _, size in (traffic.backward if backward else traffic.forward).values())
         need = (traffic.least_backward if backward else traffic.least_forward)[1]
-        if have > need:
-            mine = [move for move in moves if move.backward == backward]
+        mine = [move for move in moves if move.backward == backward]
+        exchanged = any(move.kind is Collective.ALL_TO_ALL for move in mine)
+        if have > need * (MAY_MOVE if exchanged else 1):
             apart = [
                 ", ".join(places)
                 for payment in needed

@@ -30,6 +30,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def few(names: Sequence[str]) -> str:
+    """The first three, as text."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def ranges_text(runs: Sequence[range]) -> str:
     """
     >>> ranges_text([range(3), range(8, 10), range(12, 13)])

@@ -39,7 +39,7 @@ from autoplan.values import (
 )
 from autoplan.values.trace import symbolics
 
-_MAY_MOVE = 1.1  # times what a gather moves: an exchange holds a part of the sequence
+MAY_MOVE = 1.1  # times what a gather moves: an exchange holds a part of the sequence
 
 
 def exchange(
@@ -287,7 +287,7 @@ class _Exchanges:
         """Return whether the stream is gathered, or a sum reduce-scattered, there. The numbers are what each moves."""
         if self.gathered is not None:
             return (self.alike[point[0].module], point[1]) in self.gathered
-        return exchanged > _MAY_MOVE * gathered
+        return exchanged > MAY_MOVE * gathered
 
     def _width(self, tensor: int) -> int:
         """The numbers that a rank holds for each position."""

@@ -6,7 +6,7 @@ note where it was exact; a warning where it was not tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -20,6 +20,7 @@ from autoplan.common.layout import Layout, chunk
 from autoplan.common.patterns import best_match, fold_names, starred
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.written_plans.choices import CUTS
+from autoplan.emit.words import few
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
 from autoplan.values.quantised import PackedWeight
 
@@ -219,11 +220,6 @@ class Audited:
     def folded(self, names: Iterable[str]) -> str:
         """The first of these patterns, as text."""
         return few(self.patterns(names))
-
-
-def few(patterns: Sequence[str]) -> str:
-    """The first three, as text."""
-    return ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
 
 
 def said_by(

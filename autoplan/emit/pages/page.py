@@ -4,7 +4,7 @@ the script searches and opens targets."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,7 @@ from autoplan.emit.pages.markup import (
     written_here,
 )
 from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of, scene_of
+from autoplan.emit.tables.entry_table import equal_blocks
 from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text, valid_sizes
 from autoplan.emit.tables.terminal import proof_text
 from autoplan.emit.words import bytes_text, count
@@ -281,16 +282,8 @@ def _messages(traffic: Sequence[Traffic]) -> Safe:
     if not traffic:
         return el("p", "No block communicates.", class_="soft")
     most = max((max(_bytes(block.forward, block.backward), _least(block)) for block in traffic), default=1)
-    alike: dict[str, list[Traffic]] = {}
-    for block in traffic:
-        alike.setdefault(repr(replace(block, block="")), []).append(block)
-    rows = [_traffic_row(replace(ones[0], block=_blocks(ones)), most) for ones in alike.values()]
+    rows = [_traffic_row(block, most) for block in equal_blocks(traffic)]
     return table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes per token")
-
-
-def _blocks(alike: Sequence[Traffic]) -> str:
-    """Return the first of the blocks that move the same, and their number."""
-    return f"{alike[0].block} and {len(alike) - 1} equal blocks" if len(alike) > 1 else alike[0].block
 
 
 def _traffic_row(traffic: Traffic, most: int) -> list[Content]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.cells import cell_len
@@ -116,6 +117,15 @@ def _grid(columns: list[str], widths: dict[str, int], rows: list[Cells], header:
 TRAFFIC_COLUMNS = ("block", "forward", "backward", "least forward", "least backward", "moved/least")
 
 
+def equal_blocks(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Return the first of the blocks that move the same, named with their number."""
+    alike: dict[str, list[Traffic]] = {}
+    for block in traffic:
+        alike.setdefault(repr(replace(block, block="")), []).append(block)
+    first = ((ones[0], f" and {len(ones) - 1} equal blocks" if len(ones) > 1 else "") for ones in alike.values())
+    return tuple(replace(block, block=f"{block.block}{more}") for block, more in first)
+
+
 def traffic_row(block: Traffic) -> tuple[str, ...]:
     """Return a block's row: the number of collectives of each kind, and their bytes per token."""
     ratio = "" if block.ratio is None else f"{block.ratio:.2f}"
@@ -128,7 +138,7 @@ def traffic_row(block: Traffic) -> tuple[str, ...]:
 def traffic_lines(traffic: Iterable[Traffic]) -> list[str]:
     """Return the same as text, one line per block."""
     lines = []
-    for moved in traffic:
+    for moved in equal_blocks(traffic):
         block, forward, backward, least_forward, least_backward, ratio = traffic_row(moved)
         once = f"; {moved.once} B of gradients of replicated parameters once per step" if moved.once else ""
         lines.append(

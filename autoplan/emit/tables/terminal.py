@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -17,9 +18,9 @@ from rich.text import Text
 from autoplan.common.patterns import fold_counted, fold_names
 from autoplan.decide.rulebook.read import Rule
 from autoplan.decide.rulebook.rule_tests import RuleResult
-from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, EntryTable, traffic_lines, traffic_row
+from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, EntryTable, equal_blocks, traffic_lines, traffic_row
 from autoplan.emit.tables.estimate_table import valid_sizes
-from autoplan.emit.words import bytes_text, count
+from autoplan.emit.words import bytes_text, count, few
 from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Traffic
 from autoplan.values.plain import plain
 
@@ -49,7 +50,7 @@ def plan_view(plan: Plan) -> RenderableType:
         sections += [heading("Layers"), _stacks(plan.layers)]
     if plan.communication:
         table = plain_table(*TRAFFIC_COLUMNS, right=("moved/least",))
-        for block in plan.communication:
+        for block in equal_blocks(plan.communication):
             table.add_row(*map(Text, traffic_row(block)))
         sections += [heading("Communication of a block, in bytes per token"), table]
     if plan.fed:
@@ -169,7 +170,10 @@ def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     """Yield findings by check; of many similar ones only the first are shown in full (`--json` has all)."""
     by_check: dict[tuple[str, str], list[Finding]] = {}
     proofs: set[str] = set()  # of a run that fails, each finding has the same
+    same: dict[Finding, dict[str, None]] = {}  # what says the same, and of which places
     for finding in findings:
+        same.setdefault(replace(finding, where=""), {})[finding.where] = None
+    for finding in (replace(said, where=few([*names])) for said, names in same.items()):
         by_check.setdefault((finding.check, finding.level), []).append(finding)
     for alike in by_check.values():
         for finding in alike[:_ALIKE]:

@@ -13,10 +13,11 @@ from typing import Any
 
 from autoplan.check.audit.repair.search import Repair
 from autoplan.check.audit.rows import Change, layout_text, row_text
-from autoplan.check.audit.subject import Audited, Level, few
+from autoplan.check.audit.subject import Audited, Level
 from autoplan.check.audit.trial import drafted
 from autoplan.common.patterns import best_match, is_under, matches, starred
 from autoplan.decide.plan.chosen import wish_of_plan
+from autoplan.emit.words import few
 from autoplan.values import Finding, Plan
 
 # Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either

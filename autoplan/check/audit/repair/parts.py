@@ -16,10 +16,11 @@ from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan
 from autoplan.check.audit.rows import DeepSpeed, Dialect, Torch, Transformers
-from autoplan.check.audit.subject import Audited, few
+from autoplan.check.audit.subject import Audited
 from autoplan.common.patterns import starred
 from autoplan.emit.exports import expressible
 from autoplan.emit.exports.hf import hf_entries
+from autoplan.emit.words import few
 from autoplan.values import Plan
 
 Values = Mapping[str, Any]  # by starred name; no entry: no row

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Audited, Weight, few
+from autoplan.check.audit.subject import Audited, Weight
 from autoplan.common.patterns import starred
+from autoplan.emit.words import few
 from autoplan.values import Finding, SplitLogits, VocabularyTable
 
 NAME = "pairing"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Audited, Level, few
+from autoplan.check.audit.subject import Audited, Level
 from autoplan.common.conventions import conventions
+from autoplan.emit.words import few
 from autoplan.values import Finding
 
 NAME = "dialects"
