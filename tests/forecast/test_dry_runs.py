@@ -100,7 +100,7 @@ def test_every_rank_runs_and_holds_its_piece() -> None:
         ({"mesh": {}}, "no dims"),
         ({"mesh": "foo=2"}, "no known purpose"),
         ({"mesh": "dp_shard=100000"}, "100000 ranks"),
-        ({"mesh": "tp=２"}, "no size"),
+        ({"mesh": "tp=２"}, "must be a whole number"),
         ({"mesh": "cp=2,dp_shard=2"}, "separate dims"),
         ({"rank": "x"}, "rank is"),
         ({"rank": 9}, "no rank 9"),

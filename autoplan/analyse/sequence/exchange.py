@@ -8,8 +8,9 @@ heads is exchanged, and what they make whole is handed on in the same way, or ga
 mixer's own code between is told the whole length. A sum that such a module leaves, because its input lies in pieces on
 ranks, is replaced by the exchange of that input.
 
-Each boundary has the form that moves fewer numbers on its rank, but since less is held after an exchange, it may move a
-tenth more, and on the way in as much as it saves on the way out of the same mixer.
+Which of the two a boundary has is a matter of price: the numbers that a rank sends and receives for each position. An
+exchange of the stream may cost twice as much, since without it a rank holds the stream whole. Within a mixer, what is
+narrower than all that is made of it (a latent) is gathered: that is less to hold, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from autoplan.values import (
 )
 from autoplan.values.trace import symbolics
 
-MAY_MOVE = 1.1  # times what a gather moves: an exchange holds a part of the sequence
+MAY_MOVE = 2  # times what gathering and reduce-scattering the stream moves
 
 
 def exchange(
@@ -142,9 +143,12 @@ class _Exchanges:
             swap = _Swap()
             with suppress(_Refused):
                 for crossing, side in keys:
-                    partial = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
+                    partial = self._is_partial(crossing, side)
                     self._hand_on(self.flow.tensor_at(crossing, side), crossing, side, partial, swap)
-                if self._stays(keys[0], self._gain(keys) + self._summed(swap.visits), self._moved(swap)):
+                gathered = self._summed(swap.visits) + sum(
+                    self._width(self.flow.tensor_at(*key)) * (1 + self._is_partial(*key)) for key in keys
+                )
+                if self._stays(keys[0], MAY_MOVE * gathered, self._moved(swap)):
                     continue
                 self._convert(swap)
                 self._replace(keys, swap, self.cut.names[keys[0][0]])
@@ -287,7 +291,10 @@ class _Exchanges:
         """Return whether the stream is gathered, or a sum reduce-scattered, there. The numbers are what each moves."""
         if self.gathered is not None:
             return (self.alike[point[0].module], point[1]) in self.gathered
-        return exchanged > MAY_MOVE * gathered
+        return exchanged > gathered
+
+    def _is_partial(self, crossing: Crossing, side: str) -> bool:
+        return (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
 
     def _width(self, tensor: int) -> int:
         """The numbers that a rank holds for each position."""
@@ -313,30 +320,6 @@ class _Exchanges:
             if any(first <= crossing.first and crossing.last <= last for first, last in spans)
         )
 
-    def _gain(self, keys: list[tuple[Crossing, str]]) -> int:
-        """What a swap may move: as much as the gathers, and what exchanges save where the same mixers leave sums."""
-        allowed, leaving = 0, dict[Crossing, int]()
-        for crossing, side in keys:
-            summed = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
-            allowed += self._width(self.flow.tensor_at(crossing, side)) * (1 + summed)
-            first = crossing.first if side == "input" else crossing.last
-            behind = sorted((c for c in self.cut.reduce_scatters if c.first >= first), key=lambda c: c.first)
-            inside = [c for c in behind if c.last <= crossing.last] if side == "input" else []
-            leaving |= {c: 2 * self._saved(c) for c in inside or behind[:1]}
-        return allowed + sum(leaving.values())
-
-    def _saved(self, crossing: Crossing) -> int:
-        """Numbers for each position by which the exchange of a module's input is less than the sum of its output."""
-        swap = _Swap()
-        with suppress(_Refused):
-            self._give_back(crossing, swap)
-            entry = next(iter(swap.pieces))
-            less = self._width(self.flow.tensor_at(crossing, "output")) - self._width(
-                self.flow.tensor_at(entry, "input")
-            )
-            return max(0, less)
-        return 0
-
     # ------------------------------------------------------------------ sums
 
     def leave(self) -> None:
@@ -355,7 +338,7 @@ class _Exchanges:
                     continue
                 summed = sum(self._width(self.flow.tensor_at(c, "output")) for c in crossings)
                 moved = sum(self._width(self.flow.tensor_at(entry, "input")) for entry in swap.pieces)
-                if self._stays((crossings[0], "output"), summed, moved):
+                if self._stays((crossings[0], "output"), MAY_MOVE * summed, moved):
                     continue
                 self._convert(swap, "input")
                 for crossing in crossings:

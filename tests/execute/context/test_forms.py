@@ -1,4 +1,4 @@
-"""Context parallelism: each boundary of a mixer has the form that moves less, and the tiny clone the same forms."""
+"""Context parallelism: the form of a boundary is a matter of price, and the tiny clone has the forms of its model."""
 
 from __future__ import annotations
 
@@ -85,16 +85,14 @@ def at(plan: Plan, *kinds: type) -> set[str]:
 @pytest.mark.parametrize(
     ("wide", "latent", "cp", "gathered", "summed"),
     [
-        (1, 0, 2, set(), set()),  # 3/2 and 1/2 against two widths of the stream
-        (2, 0, 2, {"blocks.*.norm"}, set()),
+        (1, 0, 2, set(), set()),  # 3/2 of a width of the stream against one: no rank holds the stream
+        (2, 0, 2, {"blocks.*.norm"}, set()),  # 3 against one
         (2, 0, 4, set(), set()),
-        (4, 0, 2, {"blocks.*.norm"}, {"blocks.*.mixer.o"}),
-        (4, 4, 2, {"blocks.*.mixer.down"}, {"blocks.*.mixer.o"}),  # the latent is narrower than all that is made of it
+        (6, 0, 2, {"blocks.*.norm"}, {"blocks.*.mixer.o"}),
+        (1, 4, 2, {"blocks.*.mixer.down"}, set()),  # the latent is narrower than all that is made of it
     ],
 )
-def test_the_cheaper_form_is_planned_and_exact(
-    wide: int, latent: int, cp: int, gathered: set[str], summed: set[str]
-) -> None:
+def test_forms_are_a_matter_of_price(wide: int, latent: int, cp: int, gathered: set[str], summed: set[str]) -> None:
     plan = autoplan.plan(Decoder(lambda _: Mixer(wide, latent)), cp_size=cp, inputs=INPUTS)
     assert plan.proof is not None and plan.proof.ok and plan.proof.trial.outcome == "passed"
     assert {name.removesuffix(".1") for name in at(plan, *GATHERS)} == gathered
@@ -137,7 +135,7 @@ def test_a_clone_gathers_where_its_model_does(cp: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["gpt_oss", "nemotron_h", "deepseek_v3"])
 @pytest.mark.parametrize("cp", [2, 8])
-def test_no_single_form_moves_much_less(kind: str, cp: int) -> None:
+def test_an_exchange_moves_at_most_twice_as_much(kind: str, cp: int) -> None:
     source = resolve(kind)
     module, wish = source.module(), Wish(1, cp_size=cp)
     captured = capture_source(source, module)
@@ -150,4 +148,5 @@ def test_no_single_form_moves_much_less(kind: str, cp: int) -> None:
         return sum(size for t in plan.communication for way in (t.forward, t.backward) for _, size in way.values())
 
     chosen, *others = moved(None), moved(frozenset()), moved(everywhere)
-    assert chosen <= 1.1 * min(others)
+    assert chosen <= 2 * min(others)
+    assert chosen < max(others)
