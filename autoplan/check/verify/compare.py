@@ -193,7 +193,7 @@ def capabilities_of(
     source: Any,
     sequence_parallel: bool,
     sizes: Sizes,
-    gathered: frozenset[HookKind] | None = None,
+    gathered: tuple[HookKind, ...] | None = None,
 ) -> tuple[Capabilities, ...]:
     """Return the capabilities to try, in order: the own of a plan of this model; without a plan the safest is last."""
     if plan is not None:
@@ -214,7 +214,7 @@ def capabilities_of(
     return tuple(replace(capabilities, gathered=gathered) for capabilities in outer + inside)
 
 
-def gathered_in(plan: Plan, model: nn.Module) -> frozenset[HookKind] | None:
+def gathered_in(plan: Plan, model: nn.Module) -> tuple[HookKind, ...] | None:
     """Return where a plan over cp gathers the stream or reduce-scatters a sum, which depends on the model's sizes."""
     if plan.cp_size == 1:
         return None
@@ -224,7 +224,8 @@ def gathered_in(plan: Plan, model: nn.Module) -> frozenset[HookKind] | None:
         if isinstance(instruction, AllGatherSequence | AllGatherSequenceSumGradient | ReduceScatterSequence)
     ]
     alike = like_modules({name: type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)})
-    return frozenset((alike[name], side) for pattern, side in moved for name in matched_by(pattern, alike.keys()))
+    points = {(alike[name], side) for pattern, side in moved for name in matched_by(pattern, alike.keys())}
+    return tuple(sorted(points))
 
 
 def _cuts_one_stack(plan: Plan) -> bool:

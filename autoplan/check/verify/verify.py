@@ -140,7 +140,7 @@ def verify_source(
     clone: Clone | None = None,
     traffic: bool = True,
     idle: bool = False,
-    gathered: frozenset[HookKind] | None = None,
+    gathered: tuple[HookKind, ...] | None = None,
 ) -> Report:
     """Run `verify` on a resolved source; without a plan, with the choices of a written one.
 

@@ -227,7 +227,7 @@ class Capabilities:
     experts: bool = True
     idle: bool = False
     one_stack: bool = False
-    gathered: frozenset[HookKind] | None = None
+    gathered: tuple[HookKind, ...] | None = None
 
     def __str__(self) -> str:
         """Return what differs from the usual."""
