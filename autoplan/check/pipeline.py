@@ -29,7 +29,7 @@ from autoplan.check.permute import check_permutations
 from autoplan.check.ranks.common import Budget
 from autoplan.check.replay import replay
 from autoplan.check.verify.clone import Clone, Sizes, is_small_and_real, tried_sizes
-from autoplan.check.verify.compare import gathered_in
+from autoplan.check.verify.derived import gathered_in
 from autoplan.check.verify.subject import SAME
 from autoplan.check.verify.verify import verify_tried
 from autoplan.common.code.ways import Ways, added, seen_code, ways_of

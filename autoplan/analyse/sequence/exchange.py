@@ -2,15 +2,13 @@
 
 Gathering the stream and multiplying by a rank's rows of a weight gives what multiplying own positions by the whole
 weight and exchanging gives: each rank sends the other ranks' heads of its positions, and gets all positions of its own
-heads. The second moves less where there are enough ranks, and no rank holds the stream whole. So a gather goes where
-all that reads the value are modules that treat each position by itself: they run on own positions, what they make of
+heads. So a gather goes where all that reads the value are modules that treat each position by itself: what they make of
 heads is exchanged, and what they make whole is handed on in the same way, or gathered where other code reads it. The
-mixer's own code between is told the whole length. A sum that such a module leaves, because its input lies in pieces on
-ranks, is replaced by the exchange of that input.
+mixer's own code is told the whole length. A sum that such a module leaves is replaced by the exchange of its input.
 
-Which of the two a boundary has is a matter of price: the numbers that a rank sends and receives for each position. An
-exchange of the stream may cost twice as much, since without it a rank holds the stream whole. Within a mixer, what is
-narrower than all that is made of it (a latent) is gathered: that is less to hold, too.
+Which form a boundary has is a matter of price, the numbers that a rank moves for each position. An exchange may
+cost twice as much as a gather of the stream, since without it a rank holds the stream whole. Within a mixer, what
+is narrower than all that is made of it (a latent) is gathered: that is less to hold, too.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 
-from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Kind, Placement
+from autoplan.analyse.placement.callflow import Crossing, HookPoint, Kind
 from autoplan.analyse.sequence.stream import Stream
 from autoplan.analyse.sequence.stream_state import SequencePlacement
 from autoplan.analyse.sequence.windows import sizes_of
@@ -29,15 +27,7 @@ from autoplan.common.layout import Layout
 from autoplan.common.patterns import like_modules
 from autoplan.ops import call_record
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import (
-    AllReduce,
-    AllReduceGradient,
-    Boundary,
-    HookKind,
-    JoinPartial,
-    SequenceName,
-    WithholdPartial,
-)
+from autoplan.values import AllReduce, AllReduceGradient, Boundary, HookKind, JoinPartial, SequenceName, WithholdPartial
 from autoplan.values.trace import symbolics
 
 MAY_MOVE = 2  # times what gathering and reduce-scattering the stream moves
@@ -45,16 +35,15 @@ MAY_MOVE = 2  # times what gathering and reduce-scattering the stream moves
 
 def exchange(
     streams: list[Stream],
-    flow: CallFlow,
-    placement: Placement,
     cut: SequencePlacement,
     rewritten: Collection[str],
     gathered: Collection[HookKind] | None = None,
 ) -> None:
     """Replace gathers and sums in `cut`. `rewritten`: modules in whose code calls are changed. `gathered`: where
     gathers and sums stay; by default where they move less."""
+    alike = like_modules(streams[0].trace.module_classes)
     for stream in streams:
-        walk = _Exchanges(stream, flow, placement, cut, rewritten, gathered)
+        walk = _Exchanges(stream, cut, rewritten, gathered, alike)
         walk.begin()
         walk.enter()
         walk.leave()
@@ -75,20 +64,18 @@ class _Refused(Exception):
     """It cannot be replaced."""
 
 
+@dataclass
 class _Exchanges:
-    def __init__(
-        self,
-        stream: Stream,
-        flow: CallFlow,
-        placement: Placement,
-        cut: SequencePlacement,
-        rewritten: Collection[str],
-        gathered: Collection[HookKind] | None,
-    ) -> None:
-        self.stream, self.flow, self.trace, self.cut, self.placement = stream, flow, stream.trace, cut, placement
+    stream: Stream
+    cut: SequencePlacement
+    rewritten: Collection[str]
+    gathered: Collection[HookKind] | None
+    alike: dict[str, str]
+
+    def __post_init__(self) -> None:
+        stream = self.stream
+        self.flow, self.placement, self.trace = stream.flow, stream.placement, stream.trace
         self.shards, self.positions = stream.shards, stream.positions
-        self.rewritten, self.gathered = rewritten, gathered
-        self.alike = like_modules(self.trace.module_classes)
 
     # ------------------------------------------------------------------ where the stream begins
 
@@ -142,13 +129,12 @@ class _Exchanges:
         for keys in points.values():
             swap = _Swap()
             with suppress(_Refused):
+                gathers = 0
                 for crossing, side in keys:
-                    partial = self._is_partial(crossing, side)
+                    partial = (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
                     self._hand_on(self.flow.tensor_at(crossing, side), crossing, side, partial, swap)
-                gathered = self._summed(swap.visits) + sum(
-                    self._width(self.flow.tensor_at(*key)) * (1 + self._is_partial(*key)) for key in keys
-                )
-                if self._stays(keys[0], MAY_MOVE * gathered, self._moved(swap)):
+                    gathers += (1 + partial) * self._width(self.flow.tensor_at(crossing, side))
+                if self._stays(keys[0], MAY_MOVE * (gathers + self._summed(swap.visits)), self._moved(swap)):
                     continue
                 self._convert(swap)
                 self._replace(keys, swap, self.cut.names[keys[0][0]])
@@ -285,16 +271,11 @@ class _Exchanges:
             raise _Refused
         return split[0][0] - len(layouts), str(split[0][1])
 
-    # ------------------------------------------------------------------ which form
-
     def _stays(self, point: tuple[Crossing, str], gathered: int, exchanged: int) -> bool:
         """Return whether the stream is gathered, or a sum reduce-scattered, there. The numbers are what each moves."""
         if self.gathered is not None:
             return (self.alike[point[0].module], point[1]) in self.gathered
         return exchanged > gathered
-
-    def _is_partial(self, crossing: Crossing, side: str) -> bool:
-        return (crossing, side) in self.cut.gather_sums or (crossing, side) in self.cut.partial_gathers
 
     def _width(self, tensor: int) -> int:
         """The numbers that a rank holds for each position."""
@@ -303,22 +284,17 @@ class _Exchanges:
 
     def _moved(self, swap: _Swap) -> int:
         """Numbers for each position, forward and backward; the gradient of a gather is moved only if it is partial."""
-        pieces = sum(2 * self._width(self.flow.tensor_at(crossing, "output")) for crossing in swap.pieces)
-        return pieces + sum(
-            (1 + partial) * self._width(self.flow.tensor_at(crossing, "output"))
-            for crossing, (_, partial) in swap.gathered.items()
-        )
+        ways = {**dict.fromkeys(swap.pieces, 2), **{at: 1 + partial for at, (_, partial) in swap.gathered.items()}}
+        return sum(number * self._width(self.flow.tensor_at(at, "output")) for at, number in ways.items())
 
     def _summed(self, visits: set[int]) -> int:
         """Numbers for each position of gradients that are all-reduced in these runs of modules, unless exchanged."""
         spans = [self.trace.visits[number].calls for number in visits]
-        return sum(
-            2 * self._width(self.flow.tensor_at(crossing, side))
-            for side, place in (("output", self.placement.outputs), ("input", self.placement.inputs))
-            for crossing, kind in place
-            if kind is AllReduceGradient and (crossing, side) not in {*self.cut.gather_sums, *self.cut.dropped}
-            if any(first <= crossing.first and crossing.last <= last for first, last in spans)
-        )
+        sides = {"output": self.placement.outputs, "input": self.placement.inputs}
+        summed = {(c, side) for side, place in sides.items() for c, kind in place if kind is AllReduceGradient}
+        left = summed - {*self.cut.gather_sums} - self.cut.dropped
+        inside = [key for key in left if any(first <= key[0].first and key[0].last <= last for first, last in spans)]
+        return sum(2 * self._width(self.flow.tensor_at(*key)) for key in inside)
 
     # ------------------------------------------------------------------ sums
 

@@ -110,7 +110,7 @@ def place_sequence(
         if context:
             leave_partial(flow, placement, result)
             take_halos(walks, flow, result)
-            exchange(walks, flow, placement, result, rewritten, gathered)
+            exchange(walks, result, rewritten, gathered)
             result.calls = attended(result.attended, shards)
             result.pairs = pairs_of_positions(walks)
     except Refused as error:

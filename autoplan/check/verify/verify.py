@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoplan.check.ranks.common import GENERATORS, Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine, travels
 from autoplan.check.verify.clone import Clone, MeshSizes, Sizes, clone_for, clone_of, parse_mesh, tried_sizes
-from autoplan.check.verify.compare import against_the_least, capabilities_of, plan_for
+from autoplan.check.verify.compare import against_the_least
+from autoplan.check.verify.derived import capabilities_of, plan_for
 from autoplan.check.verify.on_ranks import cut_together, mesh_of, sharding_of, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.common.code.ways import others_of

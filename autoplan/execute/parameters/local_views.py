@@ -66,9 +66,9 @@ def local_view(
     parameter: torch.Tensor | None, held: Held | None, summed: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """Return the plain tensor this rank computes with. `summed`: see `part_of_whole`."""
+    lies_on_tp = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
     if parameter is None:
         return None
-    lies_on_tp = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
     if held is None or held.read is None:
         local = _held_view(parameter, held)
     elif summed is not None:
@@ -80,9 +80,8 @@ def local_view(
     # last, so that what autograd saves for it is saved by the module's own run, and again by a checkpoint's
     if held is not None and held.divide and held.group.size > 1 and lies_on_tp:
         local = part_of_sum(local, held.group.size)
-    if local.requires_grad or not parameter.requires_grad or torch.compiler.is_compiling():
-        return local
-    return local.detach().requires_grad_()  # code may ask a parameter for it without recording gradients, too
+    asked = parameter.requires_grad and not local.requires_grad  # also where no gradients are recorded
+    return local.detach().requires_grad_() if asked and not torch.compiler.is_compiling() else local
 
 
 def _held_view(parameter: Any, held: Held | None) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoplan
-from autoplan.check.verify.compare import gathered_in
+from autoplan.check.verify.derived import gathered_in
 from autoplan.common.options import Wish
 from autoplan.common.patterns import like_modules
 from autoplan.hf.source import resolve
