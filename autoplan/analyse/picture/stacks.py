@@ -177,7 +177,12 @@ class _Search:
 
     def _widths(self, number: int) -> tuple[int | None, int | None]:
         leaves = [self.tree.nodes[leaf] for leaf, _ in self._matrices(number)]
-        return (leaves[0].reads, leaves[-1].writes) if leaves else (None, None)
+        if not leaves:
+            return None, None
+        read, written = Counter(leaf.reads for leaf in leaves), Counter(leaf.writes for leaf in leaves)
+        # Modules need not be defined in the order in which they run: widths that are read as often as written end as
+        # they began
+        return leaves[0].reads, leaves[0].reads if read == written else leaves[-1].writes
 
     def _routed(self, stack: Blocks, scope: int) -> bool:
         """Return whether a module in scope, next to the list, has one output per member: a router over experts."""

@@ -110,6 +110,8 @@ def place_sequence(
         if context:
             leave_partial(flow, placement, result)
             take_halos(walks, flow, result)
+            for walk in walks:
+                check_shared(walk, result)
             exchange(walks, result, rewritten, gathered)
             result.calls = attended(result.attended, shards)
             result.pairs = pairs_of_positions(walks)
@@ -252,7 +254,7 @@ def mixed(stream: Stream, blocks: Collection[str], without: Collection[int] = ()
         values = [t for t in (*flow.inputs[index], *flow.outputs[index]) if stream.positions.dims_of(t)]
         inputs = [t for t in flow.inputs[index] if t in values]
         mixes = inputs and not flow.is_identity(index) and stream.mixes(index, inputs) is not None
-        if mixes and index not in stream.own_queries and index not in without and windows.around(index, blocks) is None:
+        if mixes and index not in stream.own_queries and index not in without and windows.around(index) is None:
             split |= {leaf for tensor in values for leaf in stream.shards.split_leaves(tensor)}
     return split
 
@@ -272,6 +274,14 @@ def take_halos(streams: Iterable[Stream], flow: CallFlow, cut: SequencePlacement
             runs = [set(flow.runs_through(*point)) for point in everywhere]
             if len(reach) == 1 and len(ends) == len(crossings) and all(len(run) == len(visits) for run in runs):
                 _replace(crossings, ends, reach.pop() or (0, 0), stream, cut)
+
+
+def check_shared(stream: Stream, cut: SequencePlacement) -> None:
+    """Raise Refused if every block takes in the whole sequence: then ranks would share no work."""
+    whole = {crossing.module for crossing, side in cut.gathers if side == "input"}
+    if stream.names <= whole:
+        reason = next(why for why in cut.whole if why.at in stream.names)
+        raise Refused(replace(reason, inside=True, at=""))
 
 
 def _cut_again(crossing: Crossing, stream: Stream, cut: SequencePlacement) -> list[Crossing]:

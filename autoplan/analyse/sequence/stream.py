@@ -271,6 +271,10 @@ class Stream(CutStream):
                 if crossing.module not in self.names and crossing not in self.starts and not handed_on:
                     twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
+            for number in self.flow.around(index) if self.context else ():
+                visit = self.trace.visits[number]
+                if visit.module in self.names and tensor in (taken for _, taken in visit.inputs):
+                    self._run_whole(number, reason)
             for crossing in self.left_before(tensor, index):
                 if tensor not in self.starts.values() and (crossing, "output") not in self.result.scatters:
                     self._add(self.result.gathers, [(crossing, "output")], dim, reason)
@@ -292,12 +296,21 @@ class Stream(CutStream):
 
     def _gather_for_window(self, index: int, reason: WholeSequence) -> None:
         """Give the whole sequence to a module of which a halo is made (parallel.py)."""
-        number = self.windows.around(index, self.names) if self.context else None
+        number = self.windows.around(index) if self.context else None
         if number is not None:
-            path, tensor = (visit := self.trace.visits[number]).inputs[0]
-            crossing, dim = Crossing(number, visit.module, path, *visit.calls), self.positions.plain_dim(tensor)
-            if dim is not None and self.is_cut(tensor, *visit.calls):
-                self._add(self.result.gathers, [(crossing, "input")], dim, reason)
+            self._run_whole(number, reason)
+
+    def _run_whole(self, number: int, reason: WholeSequence) -> None:
+        """Give the whole sequence to a module in all its runs, and cut again what a block returns."""
+        module = self.trace.visits[number].module
+        runs = [(i, visit) for i, visit in enumerate(self.trace.visits) if visit.module == module]
+        ends = [(i, v, "output", o) for i, v in runs for o in v.outputs if module in self.names]
+        for i, visit, side, (path, tensor) in (*ends, *((i, v, "input", o) for i, v in runs for o in v.inputs)):
+            key, dim = (Crossing(i, module, path, *visit.calls), side), self.positions.plain_dim(tensor)
+            if dim is not None and side == "output":
+                self._add(self.result.scatters, [key], dim, None)
+            elif dim is not None and self.is_cut(tensor, *visit.calls):
+                self._add(self.result.gathers, [key], dim, reason)
 
     def _gather_around(self, index: int, reason: WholeSequence) -> None:
         """Give the whole sequence to the innermost module around a call that takes in a cut value."""

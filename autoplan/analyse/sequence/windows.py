@@ -34,10 +34,9 @@ class Windows:
         self.read: dict[int, Window] = {}
         self.reach = cache(self._reach)
 
-    def around(self, call: int, blocks: Collection[str]) -> int | None:
-        """Return the innermost run of a module around a call, within a block, that needs a halo only."""
-        visits = self.trace.visits
-        around = (i for i in self.flow.around(call) if visits[i].parent is not None and visits[i].module not in blocks)
+    def around(self, call: int) -> int | None:
+        """Return the innermost run of a module around a call that needs a halo only."""
+        around = (i for i in self.flow.around(call) if self.trace.visits[i].parent is not None)
         return next((i for i in around if any(self.reach(i) or ())), None)
 
     def _reach(self, number: int) -> tuple[int, int] | None:
