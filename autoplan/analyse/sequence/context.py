@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
-from autoplan.analyse.sequence.stream_state import Refused, SequencePlacement
+from autoplan.analyse.sequence.changes import Refused, SequencePlacement
 from autoplan.common.patterns import is_under
 from autoplan.values import AllReduce, AllReduceGradient, ScaleGradient
 from autoplan.values.not_placed import WholeSequence, WholeWhy

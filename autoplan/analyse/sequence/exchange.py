@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from autoplan.analyse.placement.callflow import Crossing, HookPoint, Kind
+from autoplan.analyse.sequence.changes import SequencePlacement
 from autoplan.analyse.sequence.stream import Stream
-from autoplan.analyse.sequence.stream_state import SequencePlacement
 from autoplan.analyse.sequence.windows import sizes_of
 from autoplan.common.layout import Layout
 from autoplan.common.patterns import like_modules

@@ -22,10 +22,10 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
+from autoplan.analyse.sequence.changes import HaloAt, Refused, SequencePlacement
 from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
-from autoplan.analyse.sequence.stream import SequencePlacement, Stream
-from autoplan.analyse.sequence.stream_state import HaloAt, Refused
+from autoplan.analyse.sequence.stream import Stream
 from autoplan.analyse.sequence.windows import attended, check_places
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
@@ -72,33 +72,26 @@ def place_sequence(
     """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole.
     `context`: all gradients outside of split regions are parts of a sum. `rewritten`: modules in whose code calls are
     changed. `gathered`: see Capabilities."""
-    walks: list[Stream] = []
-    placements: list[SequencePlacement] = []
+    walked: dict[tuple[str, ...], tuple[Stream, SequencePlacement]] = {}
     refused: list[WholeSequence] = []
     without: list[WholeSequence] = []
-    for number, names in enumerate(blocks for blocks in stacks if blocks):
-        stream, best = None, None
-        ways = [(context, False), (False, False), (context, True)][: 3 if context else 1]
-        for rescales, outside, (apart, shares) in product((False, True), (False, True), ways):
-            walk = Stream(shards, flow, placement, names, context, apart, shares, outside, rescales)
-            stream = walk.run()
-            if stream is None or (not stream.refused and walk.leaves_blocks_cut()):
-                break
-            # Else the first that is not refused, though blocks return whole values; of refusals the last usual one
-            if best is None or (best[1].refused and not (rescales and stream.refused)):
-                best = walk, stream
-        else:
-            walk, stream = best or (walk, stream)
+    waiting = [names for names in stacks if names][::-1]
+    while waiting:
+        names = waiting.pop()
+        walk, stream = _walked(shards, flow, placement, names, context)
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))
-            continue
-        if stream.refused:
+        elif stream.refused:
             refused += [replace(why, stack=names[0].rpartition(".")[0]) for why in stream.refused]
-            continue
+        elif before := next((other for other, (first, _) in walked.items() if _goes_on(first, walk)), None):
+            del walked[before]
+            waiting.append((*before, *names))
+        else:
+            walked[names] = walk, stream
+    walks, placements = [walk for walk, _ in walked.values()], [stream for _, stream in walked.values()]
+    for number, (walk, stream) in enumerate(walked.values()):
         stream.name_crossings(f"s{number}")
         stream.values = walk.cut
-        placements.append(stream)
-        walks.append(walk)
     if not placements or (context and refused):  # then `planning.py` tries it without these
         reasons = [replace(why, stack=None) for why in refused] or without or [WholeSequence("no-blocks")]
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
@@ -110,14 +103,41 @@ def place_sequence(
         if context:
             leave_partial(flow, placement, result)
             take_halos(walks, flow, result)
-            for walk in walks:
-                check_shared(walk, result)
             exchange(walks, result, rewritten, gathered)
             result.calls = attended(result.attended, shards)
             result.pairs = pairs_of_positions(walks)
     except Refused as error:
         return SequencePlacement(refused=(error.reason,))
     return result
+
+
+def _walked(
+    shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool
+) -> tuple[Stream, SequencePlacement | None]:
+    """The best of the ways to follow the stream of these blocks."""
+    best = None
+    ways = [(context, False), (False, False), (context, True)][: 3 if context else 1]
+    for rescales, outside, (apart, shares) in product((False, True), (False, True), ways):
+        walk = Stream(shards, flow, placement, names, context, apart, shares, outside, rescales)
+        stream = walk.run()
+        if stream is None or (not stream.refused and walk.leaves_blocks_cut() and not walk.whole):
+            return walk, stream
+        # Else the first that is not refused, though blocks return whole values; of refusals the last usual one
+        if best is None or (best[1].refused and not (rescales and stream.refused)):
+            best = walk, stream
+        elif not stream.refused and walk.leaves_blocks_cut() and len(walk.whole) < len(best[0].whole):
+            best = walk, stream
+    assert best is not None
+    return best
+
+
+def _goes_on(a: Stream, b: Stream) -> bool:
+    """Return whether one of two stacks takes in what the other returns on shards."""
+    return any(
+        tensor in one.cut and one.first_call < start.first
+        for one, other in ((a, b), (b, a))
+        for start, tensor in other.starts.items()
+    )
 
 
 def mixed_leaves(
@@ -274,14 +294,6 @@ def take_halos(streams: Iterable[Stream], flow: CallFlow, cut: SequencePlacement
             runs = [set(flow.runs_through(*point)) for point in everywhere]
             if len(reach) == 1 and len(ends) == len(crossings) and all(len(run) == len(visits) for run in runs):
                 _replace(crossings, ends, reach.pop() or (0, 0), stream, cut)
-
-
-def check_shared(stream: Stream, cut: SequencePlacement) -> None:
-    """Raise Refused if every block takes in the whole sequence: then ranks would share no work."""
-    whole = {crossing.module for crossing, side in cut.gathers if side == "input"}
-    if stream.names <= whole:
-        reason = next(why for why in cut.whole if why.at in stream.names)
-        raise Refused(replace(reason, inside=True, at=""))
 
 
 def _cut_again(crossing: Crossing, stream: Stream, cut: SequencePlacement) -> list[Crossing]:

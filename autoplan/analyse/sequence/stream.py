@@ -10,20 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
+from autoplan.analyse.sequence.changes import Refused, Restart, SequencePlacement
 from autoplan.analyse.sequence.positions import Positions, coupling_ops
-from autoplan.analyse.sequence.stream_state import (
-    CutStream,
-    Refused,
-    Restart,
-    SequencePlacement,
-)
+from autoplan.analyse.sequence.stream_state import CutStream
 from autoplan.analyse.sequence.windows import Windows, own_queries
-from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.ops import call_record
 from autoplan.values import SequenceName
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
-__all__ = ["SequencePlacement", "Stream"]
+__all__ = ["Stream"]
 
 _ROUNDS = 200
 Key = tuple[Crossing, str]  # a boundary and its side
@@ -42,7 +37,7 @@ class Stream(CutStream):
         try:
             for _ in range(_ROUNDS):
                 try:
-                    return self._walk()
+                    return self._shared(self._walk())
                 except Restart:
                     continue
         except Refused as refused:
@@ -105,6 +100,15 @@ class Stream(CutStream):
                 if tensor in scattered_out:
                     self.cut.add(tensor)
         self.finish()
+        return result
+
+    def _shared(self, result: SequencePlacement) -> SequencePlacement:
+        """Refuse a placement in which every block takes in the whole sequence: ranks would share no work."""
+        taken = {crossing for crossing, side in result.gathers if side == "input" and crossing.module in self.names}
+        self.whole = {crossing.module for crossing in taken if not any(self.windows.reach(crossing.visit) or ())}
+        if self.names <= self.whole:
+            reason = next(why for why in result.whole if why.at in self.whole)
+            raise Refused(replace(reason, inside=True, at=""))
         return result
 
     def _visit(self, index: int) -> None:
@@ -232,23 +236,6 @@ class Stream(CutStream):
         sizes = {self.trace.tensors[t].shape for t in self.flow.outputs[index]}
         return any(sizes != {self.trace.tensors[t].shape} for t in self._along(index, cut))
 
-    def _sizes_follow(self, index: int) -> bool:
-        """Return whether the sizes that Python passes shrink with the sharded inputs."""
-        sizes = {size for tensor in self.flow.outputs[index] for size in self.trace.tensors[tensor].shape}
-        return not any(
-            item.value in sizes
-            and evaluate(item.origin, lambda t, d: self.local_size(t, d, index), lambda _: None) == item.value
-            for item in self.positions.lengths_passed(index)
-        )
-
-    def _receives_local_length(self, index: int) -> bool:
-        """Return whether a call on whole values gets a length that was read from a sharded one."""
-        return any(
-            evaluate(item.origin, lambda t, d: self.local_size(t, d, index), lambda _: 1)
-            != evaluate(item.origin, lambda t, d: self.trace.tensors[t].shape[d], lambda _: 1)
-            for item in self.positions.lengths_passed(index)
-        )
-
     def _is_position_independent(self, index: int) -> bool:
         """Return whether a call makes the same for every position from nothing that has positions."""
         inputs = self.flow.inputs[index]
@@ -271,7 +258,11 @@ class Stream(CutStream):
                 if crossing.module not in self.names and crossing not in self.starts and not handed_on:
                     twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
-            for number in self.flow.around(index) if self.context else ():
+            stream = {
+                *self.starts.values(),
+                *(t for v in self.trace.visits if v.module in self.names for _, t in v.outputs),
+            }
+            for number in self.flow.around(index) if self.context and tensor in stream else ():
                 visit = self.trace.visits[number]
                 if visit.module in self.names and tensor in (taken for _, taken in visit.inputs):
                     self._run_whole(number, reason)
@@ -394,19 +385,3 @@ class Stream(CutStream):
                     self._make_whole(value, index, self._whole("shared-value", index))
             else:
                 self.result.summed_parameters |= parameters
-
-    def _made_of(self, tensor: int, reader: int) -> set[int] | None:
-        """The parameters a value was made of for this reader alone; None when someone else reads it too."""
-        if self.trace.tensors[tensor].kind == "parameter":
-            return {tensor}
-        producer = self.flow.producer.get(tensor)
-        if producer is None or self.flow.gradient_uses(tensor) != {reader} or tensor in self.flow.final:
-            return None
-        parameters: set[int] = set()
-        for source in self.flow.inputs[producer]:
-            if source in self.flow.carries:
-                sources = None if self.positions.dims_of(source) else self._made_of(source, producer)
-                if sources is None:
-                    return None
-                parameters |= sources
-        return parameters

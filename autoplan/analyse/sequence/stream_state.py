@@ -8,13 +8,12 @@ the whole sequence, not on both; and every run of a module needs the same of its
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
-from autoplan.analyse.placement.calls import SequenceWork
+from autoplan.analyse.sequence.changes import Refused, Restart, SequencePlacement
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term
 from autoplan.common.patterns import is_under
 from autoplan.ops.records.answers import Reduction
@@ -23,91 +22,11 @@ from autoplan.values import (
     AllReduceGradient,
     Boundary,
     Call,
-    CallRewrite,
-    Finding,
     ModuleVisit,
     ScaleGradient,
-    SequenceName,
     WithholdPartial,
 )
 from autoplan.values.not_placed import WholeSequence
-
-
-@dataclass(frozen=True)
-class HaloAt:
-    """The dim of positions that a module takes in, how many before and after its own it reads, and what it returns."""
-
-    dim: int
-    reach: tuple[int, int]
-    output: tuple[Any, ...]
-    output_dim: int
-
-
-@dataclass
-class SequencePlacement:
-    """The changes against plain tensor parallelism. Keys are crossings; values the sequence dim, from the end."""
-
-    scatters: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # side "input" or "output"
-    gathers: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # whole readers: backward takes a shard
-    gather_sums: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # replace an AllReduceGradient
-    reduce_scatters: dict[Crossing, int] = field(default_factory=dict)  # replace an AllReduce
-    returned_shards: dict[Crossing, int] = field(default_factory=dict)  # of blocks, which others may collect
-    values: set[int] = field(default_factory=set)  # all that are cut
-    # under context parallelism (context.py): scatters and gathers whose gradient is left a part of a sum, what is
-    # returned whole, and sums of gradients that are not needed
-    own: set[tuple[Crossing, str]] = field(default_factory=set)
-    partial_gathers: set[tuple[Crossing, str]] = field(default_factory=set)
-    scaled: set[Crossing] = field(default_factory=set)
-    dropped: set[tuple[Crossing, str]] = field(default_factory=set)
-    summed_back: set[tuple[Crossing, str]] = field(default_factory=set)  # gradients that must be summed, too
-    heads: dict[Crossing, int] = field(default_factory=dict)  # where modules return what the model returns cut
-    picked: dict[Crossing, int] = field(default_factory=dict)  # and where it comes from, before positions are picked
-    # and where projections run on own positions (exchange.py): what is shown as whole, what is exchanged (the dims of
-    # positions and of pieces, and their layout), what no longer happens, and what is read whole
-    shown: dict[tuple[Crossing, str], int] = field(default_factory=dict)
-    exchanges: dict[tuple[Crossing, str], tuple[int, int, str]] = field(default_factory=dict)
-    halos: dict[Crossing, HaloAt] = field(default_factory=dict)  # what modules take in (parallel.py)
-    undone: set[Boundary] = field(default_factory=set)
-    summing: set[str] = field(default_factory=set)  # modules in which the gradient of what is gathered is partial
-    whole_parameters: set[int] = field(default_factory=set)
-    whole_modules: set[str] = field(default_factory=set)
-    summed_parameters: set[int] = field(default_factory=set)
-    random: set[str] = field(default_factory=set)
-    shared: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # values without positions -> calls on shards that read it
-    attended: dict[int, SequenceName] = field(default_factory=dict)  # calls that attend with own queries (windows.py)
-    calls: tuple[CallRewrite, ...] = ()  # what they become
-    work: SequenceWork = field(default_factory=SequenceWork)  # of calls amid code that sees shards
-    names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
-    flattened: set[Crossing] = field(default_factory=set)
-    whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
-    pairs: tuple[Finding, ...] = ()  # values with two dims of the whole sequence (parallel.py)
-    refused: tuple[WholeSequence, ...] = ()  # why there is no sequence parallelism
-
-    def name_crossings(self, name: str) -> None:
-        """Say of every crossing which sequence it is about."""
-        keys = [*self.scatters, *self.gathers, *self.gather_sums]
-        crossings = (*(b for b, _ in keys), *self.reduce_scatters, *self.returned_shards)
-        self.names = {crossing: SequenceName(name, crossing in self.flattened) for crossing in crossings}
-        self.attended = dict.fromkeys(self.attended, SequenceName(name))
-        self.work = self.work.named(name)
-
-    @property
-    def applies(self) -> bool:
-        return not self.refused
-
-
-class Refused(Exception):
-    """No boundary can be found, and for what."""
-
-    def __init__(self, reason: WholeSequence) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
-class Restart(Exception):
-    """A boundary was added that changes what earlier calls see."""
 
 
 class CutStream:
@@ -125,6 +44,7 @@ class CutStream:
         self.names = set(names)
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.made_at: dict[Crossing, int] = {}  # where a module returns it, if others than the first block read it, too
+        self.whole: set[str] = set()  # blocks that take in the whole sequence
         self.rescales = rescales  # does code with residuals see shards, rather than modules whose calls need lengths?
         self.outside = outside  # may the stream begin outside of the first block?
         self.result = SequencePlacement()
@@ -236,6 +156,39 @@ class CutStream:
         size = self.trace.tensors[tensor].shape[dim]
         shard = self.is_cut(tensor, index) and self.positions.has(self.shards.axes.of(tensor)[dim])
         return -size if shard else size  # any other number will do
+
+    def _sizes_follow(self, index: int) -> bool:
+        """Return whether the sizes that Python passes shrink with the sharded inputs."""
+        sizes = {size for tensor in self.flow.outputs[index] for size in self.trace.tensors[tensor].shape}
+        return not any(
+            item.value in sizes
+            and evaluate(item.origin, lambda t, d: self.local_size(t, d, index), lambda _: None) == item.value
+            for item in self.positions.lengths_passed(index)
+        )
+
+    def _receives_local_length(self, index: int) -> bool:
+        """Return whether a call on whole values gets a length that was read from a sharded one."""
+        return any(
+            evaluate(item.origin, lambda t, d: self.local_size(t, d, index), lambda _: 1)
+            != evaluate(item.origin, lambda t, d: self.trace.tensors[t].shape[d], lambda _: 1)
+            for item in self.positions.lengths_passed(index)
+        )
+
+    def _made_of(self, tensor: int, reader: int) -> set[int] | None:
+        """The parameters a value was made of for this reader alone; None when someone else reads it too."""
+        if self.trace.tensors[tensor].kind == "parameter":
+            return {tensor}
+        producer = self.flow.producer.get(tensor)
+        if producer is None or self.flow.gradient_uses(tensor) != {reader} or tensor in self.flow.final:
+            return None
+        parameters: set[int] = set()
+        for source in self.flow.inputs[producer]:
+            if source in self.flow.carries:
+                sources = None if self.positions.dims_of(source) else self._made_of(source, producer)
+                if sources is None:
+                    return None
+                parameters |= sources
+        return parameters
 
     def scatter_sum(self, call: int) -> None:
         """Keep own positions of the sum that a call leaves amid a module's code, if it can be."""

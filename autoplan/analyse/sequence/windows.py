@@ -8,12 +8,12 @@ A window that is not the same for each position is none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.sequence.changes import Refused
 from autoplan.analyse.sequence.positions import Positions, coupling_ops
-from autoplan.analyse.sequence.stream_state import Refused
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record

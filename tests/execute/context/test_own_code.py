@@ -19,6 +19,7 @@ from autoplan.values import (
     Halo,
     ReduceScatterCall,
     RewriteCall,
+    SequenceBoundary,
 )
 
 WIDTH, HEADS = 32, 4
@@ -258,3 +259,49 @@ def test_torchs_layers_attend_with_own_queries(batch_first: bool) -> None:
     assert autoplan.verify(model, plan, inputs=_inputs(13), engine="gloo", checks=["forward"]).ok
     block = plan.communication[0]
     assert block.forward == {"all_gather": (1, WIDTH * 4)}  # once for keys and values
+
+
+class Fourier(nn.Module):
+    """Reads all positions in its own code, and treats no units apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(torch.fft.fft2(x, dim=(1, 2)).real)))
+
+
+def test_a_block_without_heads_runs_on_the_whole_sequence_beside_others() -> None:
+    blocks = iter((Fourier(), Block(fused)) * 2)
+    model = Decoder(lambda: next(blocks))
+    plan = autoplan.plan(model, cp_size=2, inputs=_inputs(16))
+    assert autoplan.verify(model, plan, inputs=_inputs(13)).ok
+    assert {x.pattern for x in plan.runtime.of(AllGatherSequenceSumGradient)} >= {"blocks.0"}
+    assert any("_fft_c2c in blocks.0 reads across the sequence" in finding.message for finding in plan.findings)
+    with pytest.raises(autoplan.IndivisibleError, match="_fft_c2c in blocks.0 reads across the sequence"):
+        autoplan.plan(Decoder(Fourier), cp_size=2, inputs=_inputs(16))
+
+
+class TwoLists(Decoder):
+    """The second list of blocks goes on with the stream of the first."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Block(fused))
+        self.more = nn.ModuleList(Block(made_mask) for _ in range(2))
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.table(ids)
+        for block in (*self.blocks, *self.more):
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["cp", "tp"])
+def test_a_stream_goes_through_two_lists_of_blocks(sizes: dict[str, int]) -> None:
+    model = TwoLists()
+    plan = autoplan.plan(model, inputs=_inputs(16), **sizes)
+    assert plan.sequence_parallel and autoplan.verify(model, plan, inputs=_inputs(13)).ok
+    assert {cut.sequence.name for cut in plan.runtime.of(SequenceBoundary)} == {"s0"}
+    assert not any("more" in f.message for f in plan.findings if "full sequence" in f.message)
