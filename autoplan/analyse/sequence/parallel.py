@@ -122,10 +122,14 @@ def _walked(
         stream = walk.run()
         if stream is None or (not stream.refused and walk.leaves_blocks_cut() and not walk.whole):
             return walk, stream
-        # Else the first that is not refused, though blocks return whole values; of refusals the last usual one
-        if best is None or (best[1].refused and not (rescales and stream.refused)):
-            best = walk, stream
-        elif not stream.refused and walk.leaves_blocks_cut() and len(walk.whole) < len(best[0].whole):
+        # Else the first that is not refused, though blocks return whole values, unless fewer of them take in all; of
+        # refusals the last usual one
+        cut = not stream.refused and walk.leaves_blocks_cut()
+        if (
+            best is None
+            or (best[1].refused and not (rescales and stream.refused))
+            or (cut and len(walk.whole) < len(best[0].whole))
+        ):
             best = walk, stream
     assert best is not None
     return best
