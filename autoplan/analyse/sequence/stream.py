@@ -108,7 +108,7 @@ class Stream(CutStream):
         self.whole = {crossing.module for crossing in taken if not any(self.windows.reach(crossing.visit) or ())}
         if self.names <= self.whole:
             reason = next(why for why in result.whole if why.at in self.whole)
-            raise Refused(replace(reason, inside=True, at=""))
+            raise Refused(replace(reason, inside=True, at=None))
         return result
 
     def _visit(self, index: int) -> None:

@@ -89,9 +89,12 @@ class CutStream:
         first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
         returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
         alike = {entry for _, v in blocks if v.module != blocks[0][1].module for entry in v.inputs}  # encoders' outputs
-        entries = (
-            entry for _, v in first for entry in v.inputs if entry not in alike and entry[1] in self.flow.carries
+        entries = [entry for _, v in first for entry in v.inputs if entry not in alike]
+        carrying = [entry for entry in entries if entry[1] in self.flow.carries]
+        given = (
+            entry for entry in entries if (info := self.trace.tensors[entry[1]]).kind == "input" and info.differentiable
         )
+        entries = carrying or list(given)  # blocks may take in the model's own input
         path = next((p for p, t in entries if self._axis(t) is not None), None)
         for number, visit in first:
             tensor = dict(visit.inputs).get(path) if path is not None else None
