@@ -304,4 +304,4 @@ def grown(name: str, size: int, large: bool) -> tuple[int, int]:
         return size // 2 if large else 2 * size, size + size // 2
     if name == BATCH:
         return size + 1, size + 1
-    return size + 2, 2 * size
+    return size + 2 | 1, 2 * size

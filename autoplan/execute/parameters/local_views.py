@@ -342,7 +342,8 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         with DisableTorchFunction():  # a scoped function mode must not count these calls
             local = local_view(parameters[name], held, record.summed.get(name))
         if held is not None and local is not None and not torch.compiler.is_compiling():
-            marks = looking_on()
+            if (marks := looking_on()) is not None and local is not parameters[name]:
+                marks.weights[local] = name
             if marks is not None and (held.dim is not None or held.gradient != "local"):
                 whole = None if held.dim is None else tuple(parameters[name].shape)
                 marks.add(local, GRADIENT if whole is None else PART, whole)
