@@ -113,7 +113,7 @@ class Watch(TorchFunctionMode):
             raise MemoryError(f"{name} makes a tensor of more than {_LARGEST:,} numbers")
         if name == "unbind":  # torch iterates so, after it has asked for `dim`; a list comes as far without
             self.steps.discard((*_caller(), "dim"))
-        elif not name.startswith("__get__"):
+        elif not name.startswith(("__get__", "__len__")):
             self.steps.add((*_caller(), name))
         if paths:
             self._note_rows(name, args, kwargs)
