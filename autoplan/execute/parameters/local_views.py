@@ -275,6 +275,11 @@ def _tying(cls: type) -> Callable[..., Any]:
         parameters = own_parameters(self) if "training" in vars(self) else {}
         if type(value) is torch.Tensor and is_local_of(value, parameters.get(name)):
             return
+        if type(value) is torch.Tensor and parameters.get(name) is not None:
+            raise AutoplanError(
+                f"the forward sets {name} of a {type(self).__name__} to another weight, which the plan has as two",
+                hint="tie them before it is planned and sharded, where the model is made",
+            )
         if base is nn.Module.__setattr__ and name in parameters and isinstance(value, nn.Parameter):
             parameters[name] = value
         else:
