@@ -35,7 +35,7 @@ _VALUES_READ = frozenset(
         *("_unique2", "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"),
     }
 )
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__
 _COUNTS = ("nelement", "numel")
 _SIZES = frozenset({"__get__", "size", *_COUNTS})
 HOOKS = (
