@@ -272,7 +272,7 @@ def _recurrent(model: nn.Module) -> Iterator[Want]:
             for batch in (_B, _L) if layer.batch_first else (_L, _B):
                 yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.weight_hh_l0.shape[1]))
         elif isinstance(layer, nn.RNNCellBase):
-            state = Want("float", (_B, layer.hidden_size))
+            state = Want("float", (_B, layer.weight_hh.shape[1]))
             yield from (_of_each(2, state), state) if isinstance(layer, nn.LSTMCell) else (state,)
 
 
