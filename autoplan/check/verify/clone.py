@@ -94,7 +94,7 @@ def _clone_at_size(source: Any) -> Clone:
 
 
 def _other_calls(source: Any, model: Any) -> dict[str, Any]:
-    """Return calls of another batch and an odd length, which ranks do not share evenly, if it runs; else an even one."""
+    """Return calls of another batch and an odd length, which ranks do not divide, if it runs; else an even one."""
     odd = feeds_at(source, model, batch=3, length=13)
     try:
         _needs_lifting(model, odd)
