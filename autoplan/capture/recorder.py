@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -133,7 +133,8 @@ class Recording:
         if kind in ("constant", "activation") and not (tensor.is_floating_point() or tensor.is_complex() or wrapped):
             constant = getattr(tensor, "constant", None) if _is_fake(tensor) else tensor
             if constant is not None and constant.numel() < _KEEP_VALUES_BELOW and constant.device.type != "meta":
-                values = tuple(int(item) for item in constant.reshape(-1).tolist())
+                with suppress(NotImplementedError):  # torch.load has moved its bytes elsewhere
+                    values = tuple(int(item) for item in constant.reshape(-1).tolist())
         shape = tuple(int(n) for n in tensor.shape)
         names = tuple(self.names.get(index, ()))
         return TensorInfo(shape, str(tensor.dtype).removeprefix("torch."), kind, names, values)  # type: ignore[arg-type]

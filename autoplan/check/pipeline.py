@@ -60,7 +60,8 @@ def proven_plan(source: Source, wish: Wish, choices: ChosenCuts | None = None, m
     if not used or not dist.is_initialized():
         return plan
     text = f"the model calls torch.distributed itself ({', '.join(sorted(used))}): planned as on a single rank"
-    return replace(plan, findings=(*plan.findings, Finding("distributed", "note", "", text)))
+    hint = "let all ranks read what they log: a branch on the rank that sums a sharded value waits for the others"
+    return replace(plan, findings=(*plan.findings, Finding("distributed", "note", "", text, hint)))
 
 
 def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Module) -> Plan:

@@ -30,7 +30,9 @@ from autoplan.common.errors import CaptureError
 FIXED = {"Needed"}
 
 
-WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms", "InATuple", "Rays", "Mesh"}
+WITHOUT_A_BATCH = {
+    *("Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms", "InATuple", "Rays", "Mesh", "Pictures"),
+}
 
 
 @pytest.mark.parametrize("name", [*MODELS, *CALLS, *PARTS, *JOINED, *EXACT])

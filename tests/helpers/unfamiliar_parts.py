@@ -162,9 +162,73 @@ class Depth(nn.Module):
         return x
 
 
+class Besides(nn.Module):
+    """Two lists iterated beside a list of modules, as DLRM is given its tables' offsets and ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, 16, mode="sum") for rows in (50, 40, 30))
+        self.bottom, self.top = nn.Linear(13, 16), nn.Linear(64, 1)
+
+    def forward(self, dense_x, offsets, indices):
+        bags = [table(ids, at) for table, ids, at in zip(self.tables, indices, offsets, strict=False)]
+        return self.top(torch.cat([self.bottom(dense_x), *bags], 1))
+
+
+class Pictures(nn.Module):
+    """Pictures in a list, each without a batch: three maps without channels would pass for one picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp = nn.Conv2d(3, 16, 4, 4), Mlp(16)
+
+    def forward(self, images: list[Tensor]):
+        return self.mlp(self.into(torch.stack(images)).flatten(2).transpose(1, 2))
+
+
+class Cells(nn.Module):
+    """A cell's pair of states, and masks that reset them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.cell, self.out = nn.Linear(12, 64), nn.LSTMCell(64, 64), nn.Linear(64, 4)
+
+    def forward(self, obs, state, masks):
+        h, c = state
+        h, c = self.cell(torch.tanh(self.into(obs)), (h * masks, c * masks))
+        return self.out(h), (h, c)
+
+
+class Skips(nn.Module):
+    """The second half of a U-Net: each skip has its own channels and side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList([nn.ConvTranspose2d(32, 16, 2, 2), nn.ConvTranspose2d(16, 8, 2, 2)])
+        self.convs = nn.ModuleList([nn.Conv2d(32, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)])
+
+    def forward(self, x, skips):
+        for up, conv, skip in zip(self.ups, self.convs, skips, strict=False):
+            x = F.relu(conv(torch.cat([up(x), skip], 1)))
+        return x
+
+
+class Levels(nn.Module):
+    """As many maps as it has convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(channels, 16, 1) for channels in (8, 16, 24))
+
+    def forward(self, inputs):
+        assert len(inputs) == len(self.convs)
+        return [conv(x) for conv, x in zip(self.convs, inputs, strict=True)]
+
+
 PARTS = {
     one.__name__: one
     for one in (
-        Rays, Asserted, InATuple, Variables, Squares, WithTargets, Chosen, Acts, InRange, Forecast, Depth,
+        Rays, Asserted, InATuple, Variables, Squares, WithTargets, Chosen, Acts, InRange, Forecast, Depth, Besides,
+        Pictures, Cells, Skips, Levels,
     )
 }  # fmt: skip

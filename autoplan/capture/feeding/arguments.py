@@ -156,6 +156,9 @@ def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -
         if annotated.value is tuple and names.states.search(parameter.name):
             yield from (_of_each(len(annotated.items), state) for state in _recurrent(model))
         yield annotated
+        if annotated.kind == "list" and PICTURE in names.usual(parameter.name)[:1]:  # each of its own size, unbatched
+            picture = dataclasses.replace(PICTURE, shape=PICTURE.shape[1:])
+            yield dataclasses.replace(annotated, items=tuple((place, picture) for place, _ in annotated.items))
         if is_number(annotated.value):
             yield from (Want("value", value=number) for number in (2, 1, 0) if number != annotated.value)
         return
@@ -268,6 +271,9 @@ def _recurrent(model: nn.Module) -> Iterator[Want]:
         if isinstance(layer, nn.RNNBase):
             for batch in (_B, _L) if layer.batch_first else (_L, _B):
                 yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.weight_hh_l0.shape[1]))
+        elif isinstance(layer, nn.RNNCellBase):
+            state = Want("float", (_B, layer.weight_hh.shape[1]))
+            yield from (_of_each(2, state), state) if isinstance(layer, nn.LSTMCell) else (state,)
 
 
 def _of_each(number: int, want: Want) -> Want:

@@ -67,11 +67,16 @@ def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: 
             yield from of_kind(state, path, "unit")
     lists = dict(state.holding("list"))
     for side, wanted in ((left, rhs), (right, lhs)):
-        old = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None
-        if old is not None and old.items and is_number(wanted) and 0 < wanted <= _MOST_PARTS:
+        counted = (ast.unparse(side)[4:-1],) if ast.unparse(side).startswith("len(") else ()
+        old, leaf = lists.get(counted), state.at(counted) if counted else None
+        if not is_number(wanted) or not 0 < wanted <= _MOST_PARTS:
+            continue
+        if old is not None and old.items:
             items = tuple((at, dict(old.items).get(at, old.items[0][1])) for at in range(wanted))
-            yield state.with_want((ast.unparse(side)[4:-1],), replace(old, items=items))
+            yield state.with_want(counted, replace(old, items=items))
             return
+        if leaf is not None and leaf.is_tensor and len(leaf.shape) > 1:
+            yield state.with_want(counted, Want("list", items=tuple((at, leaf) for at in range(wanted))))
     if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(lhs) and is_number(rhs):
         for path in paths:
             leaf = state.at(path)

@@ -65,6 +65,8 @@ def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
     for dim, size in demand.sizes if demand is not None and isinstance(tensor, torch.Tensor) else ():
         if -tensor.dim() <= dim < tensor.dim() and (have := tensor.shape[dim]):
             pairs += [(length, size * length // have) for length in lengths if size * length % have == 0]
+    modules = {len(own) for own in model.modules() if isinstance(own, torch.nn.ModuleList)} if lengths else set()
+    pairs += [(have, count) for have in lengths for count in sorted(modules - lengths)]  # iterated beside modules
     for have, want in pairs:
         if have != want and have in lengths:
             yield from longer(state, want)
@@ -94,6 +96,10 @@ def joined(state: State, demand: Demand) -> Iterator[State]:
     paths = sorted(origin(tensor), key=lambda path: (leaf := state.at(path)) is None or "width" not in leaf.shape)
     for dim, size in demand.sizes if len(paths) > 1 else ():
         if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
+            for path, leaf in state.among(paths):  # pictures are joined along their channels
+                if len(leaf.shape) == tensor.dim() > 3:
+                    own = leaf.sizes(state.sizes)[dim] + size - tensor.shape[dim]
+                    yield from state.with_dim(path, dim % tensor.dim(), own)
             yield from resized(state, paths, tensor.shape[dim], size)
 
 

@@ -250,6 +250,9 @@ class State:
         if isinstance(now, str) and now != BATCH:
             yield self.with_size(now, size)
         if now != BATCH or path:
+            if now == "side":  # an image of its own size
+                square = tuple(size if own == "side" else own for own in want.shape)
+                yield self.with_want(path, replace(want, shape=square))
             shape = (*want.shape[:dim], size, *want.shape[dim + 1 :])
             yield self.with_want(path, replace(want, shape=shape))
 
@@ -304,4 +307,4 @@ def grown(name: str, size: int, large: bool) -> tuple[int, int]:
         return size // 2 if large else 2 * size, size + size // 2
     if name == BATCH:
         return size + 1, size + 1
-    return size + 2, 2 * size
+    return size + 2 | 1, 2 * size

@@ -111,7 +111,9 @@ class Watch(TorchFunctionMode):
             raise
         if any(tensor.numel() > _LARGEST for _, tensor in flatten_tensors(result)):
             raise MemoryError(f"{name} makes a tensor of more than {_LARGEST:,} numbers")
-        if not name.startswith("__get__"):
+        if name == "unbind":  # torch iterates so, after it has asked for `dim`; a list comes as far without
+            self.steps.discard((*_caller(), "dim"))
+        elif not name.startswith(("__get__", "__len__")):
             self.steps.add((*_caller(), name))
         if paths:
             self._note_rows(name, args, kwargs)

@@ -77,7 +77,7 @@ def _clone_at_size(source: Any) -> Clone:
         except CANNOT_RUN as error:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             continue
-        others = {} if source.inputs is not None else feeds_at(source, model, batch=3, length=12)
+        others = {} if source.inputs is not None else _other_calls(source, model)
         if dtype != torch.float64:
             note += f"; in {str(dtype).removeprefix('torch.')}, because it does not run in other dtypes ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
@@ -91,6 +91,16 @@ def _clone_at_size(source: Any) -> Clone:
         hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones run "
         "in float64, float32 or the dtype of the model's weights",
     )
+
+
+def _other_calls(source: Any, model: Any) -> dict[str, Any]:
+    """Return calls of another batch and an odd length, which ranks do not divide, if it runs; else an even one."""
+    odd = feeds_at(source, model, batch=3, length=13)
+    try:
+        _needs_lifting(model, odd)
+    except CANNOT_RUN:
+        return feeds_at(source, model, batch=3, length=12)
+    return odd
 
 
 def _traced(source: Any, model: Any, feeds: Mapping[str, Any]) -> bool:

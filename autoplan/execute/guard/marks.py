@@ -42,6 +42,7 @@ class Marks:
     def __init__(self) -> None:
         self.tensors: Any = WeakIdKeyDictionary()
         self.shapes: Any = WeakIdKeyDictionary()  # of the whole values, where they are known
+        self.weights: Any = WeakIdKeyDictionary()  # those that stand for a parameter
 
     def add(self, value: Any, kind: str = PART, whole: Shape | None = None) -> None:
         for _, tensor in flatten_tensors(value):

@@ -35,6 +35,7 @@ _VALUES_READ = frozenset(
         *("_unique2", "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"),
     }
 )
+_SET_DATA = torch.Tensor.data.__set__
 _COUNTS = ("nelement", "numel")
 _SIZES = frozenset({"__get__", "size", *_COUNTS})
 HOOKS = (
@@ -223,6 +224,11 @@ class Watch(Tracer):
         name = getattr(function, "__name__", "")
         self.reads_values |= name in _VALUES_READ or (function is torch.Tensor.__getitem__ and _by_mask(args[1]))
         with DisableTorchFunction():
+            if function == _SET_DATA and args[0] in self.marks.weights and (caller := self.caller(sys._getframe(2))):
+                line = source_line(caller.facts.code, caller.frame.f_lasti)
+                self.exits[f"{line}: sets .data of a weight in a forward, which is lost"] = (
+                    "change it in place, under torch.no_grad(): weight.copy_(x)"
+                )
             kind = self.marks.kind_in((args, kwargs))
             if not kind:
                 return result

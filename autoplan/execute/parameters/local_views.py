@@ -1,18 +1,15 @@
 """Let a module's own code see plain local tensors while everyone else sees DTensors.
 
 The problem: parameters are DTensors (so that optimizers, FSDP2 and checkpoints know their placements), but forward code
-must compute with the local shard. *Every* reader needs it, not only the owner's forward: a tied head that calls
-`F.linear(x, self.embed.weight)`, attention that passes `self.out_proj.weight` to a fused function, a recurrent layer
-with its list of flat weights; and again when activation checkpointing recomputes a block in backward.
+must compute with the local shard. *Every* reader needs it, not only the owner's forward: a tied head, attention that
+passes `self.out_proj.weight` to a fused function, a recurrent layer with its list of flat weights; and again when
+activation checkpointing recomputes a block in backward.
 
 So each module gets a subclass of its own class (same name, `isinstance` holds) in which every parameter name is a
-property. It reads `_parameters`, where torch itself keeps them, and while code of the model runs it returns the local
-tensor. "While code of the model runs" is one flag per model, set by every module's `_call_impl`: below `__call__`,
-`torch.compile` and activation checkpointing alike, and reset after any error.
-
-The local tensor is a differentiable view: its gradient becomes the DTensor's gradient, all-reduced first where every
-rank computes a partial one (`ParameterRule.gradient`).
-
+property, which returns the local tensor while code of the model runs. That is one flag per model, set by every module's
+`_call_impl`: below `__call__`, `torch.compile` and activation checkpointing alike, and reset after any error. The local
+tensor is a differentiable view: its gradient becomes the DTensor's gradient, all-reduced first where every rank
+computes a partial one (`ParameterRule.gradient`).
 A DTensor on more than one mesh dim is FSDP2's sharded parameter between uses. No forward may compute with it, and FSDP2
 reads it through the attribute: it is returned unchanged.
 """
@@ -273,8 +270,10 @@ def _tying(cls: type) -> Callable[..., Any]:
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         parameters = own_parameters(self) if "training" in vars(self) else {}
-        if type(value) is torch.Tensor and is_local_of(value, parameters.get(name)):
-            return
+        if type(value) is torch.Tensor and (own := parameters.get(name)) is not None:
+            if is_local_of(value, own):
+                return
+            raise AutoplanError(f"a forward ties {type(self).__name__}.{name}", hint="tie weights before planning")
         if base is nn.Module.__setattr__ and name in parameters and isinstance(value, nn.Parameter):
             parameters[name] = value
         else:
@@ -342,7 +341,8 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         with DisableTorchFunction():  # a scoped function mode must not count these calls
             local = local_view(parameters[name], held, record.summed.get(name))
         if held is not None and local is not None and not torch.compiler.is_compiling():
-            marks = looking_on()
+            if (marks := looking_on()) is not None and local is not parameters[name]:
+                marks.weights[local] = name
             if marks is not None and (held.dim is not None or held.gradient != "local"):
                 whole = None if held.dim is None else tuple(parameters[name].shape)
                 marks.add(local, GRADIENT if whole is None else PART, whole)

@@ -115,6 +115,17 @@ class ThroughBuffer(Scaled):
 
 
 @case(call(X), allowed=HOSTILE)
+class ThroughPickle(Scaled):
+    """The same, of a file that is trusted: torch.load moves its bytes out of a tensor that was recorded."""
+
+    def number(self, h):
+        file = io.BytesIO()
+        torch.save(h, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False).mean()
+
+
+@case(call(X), allowed=HOSTILE)
 class DeepCopiedTensor(Scaled):
     def number(self, h):
         return copy.deepcopy(h).mean()

@@ -113,6 +113,16 @@ case(call(ids(2, 6)), sequence=True, allowed=HOSTILE, options={"sequence_padding
 )
 
 
+@case(call(ids(2, 6)), allowed=HOSTILE)
+class TiedInForward(Stack):
+    def __init__(self):
+        super().__init__(Mlp)
+
+    def forward(self, input_ids):
+        self.head.weight = self.table.weight
+        return super().forward(input_ids)
+
+
 @case(call(floats(2, 6, 16)), call(floats(2, 8, 16)), sequence=True, allowed=HOSTILE)
 def PooledOverSequence():
     return Pooled(norms.RmsOfEachHead)
