@@ -22,6 +22,8 @@ DEMO   ?= $(SHAPES)/llama-3.1-8b
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
+# Else each process that a test starts compiles all of autoplan anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Tests run in so many processes, file by file, in the order of tests/conftest.py: SPREAD= runs them in one. Three keep
 # two cores busy: some tests wait.
