@@ -10,7 +10,8 @@ TORCH  ?= $(shell grep '^torch==' $(LOCK))
 
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
+PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
+# Nothing is compiled before it is imported: that is a minority of the files, and compiling all keeps one core busy.
 # Of what pip says, what it fetches (with sizes) and installs; pip's exit code counts.
 SHELL  := bash
 .SHELLFLAGS := -o pipefail -c

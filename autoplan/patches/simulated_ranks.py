@@ -101,11 +101,35 @@ _ASKS = "_propagate_tensor_meta_non_cached"  # runs an op on full tensors withou
 _asking = threading.RLock()  # reentrant: shape propagation may recurse
 
 
+_shapes: dict[Any, Any] = {}  # what was answered
+_MOST_SHAPES = 10_000
+
+
+def _plain(value: Any) -> Any:
+    """Return arguments to compare by value. 1, 1.0 and True are equal, but promote dtypes differently."""
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_plain, value)
+    if isinstance(value, dict):
+        return tuple((name, _plain(item)) for name, item in value.items())
+    return type(value), getattr(value, "tensor_meta", value)
+
+
 def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask once for an op and its arguments. torch's own cache compares meshes too, which are new in each run."""
+
     @functools.wraps(original)
-    def ask(*args: Any, **kwargs: Any) -> Any:
+    def ask(propagator: Any, schema: Any) -> Any:
+        key = schema.op, _plain((schema.args_schema, schema.kwargs_schema))
         with _asking:
-            return original(*args, **kwargs)
+            try:
+                if key in _shapes:
+                    return _shapes[key]
+            except TypeError:  # a size that is a symbol
+                return original(propagator, schema)
+            if len(_shapes) >= _MOST_SHAPES:
+                _shapes.clear()
+            _shapes[key] = original(propagator, schema)
+            return _shapes[key]
 
     return ask
 

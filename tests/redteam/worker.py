@@ -73,8 +73,11 @@ def setting_of(name: str) -> tuple[Case, Setting]:
     return (replace(case, dtype=torch.bfloat16) if "bf16" in setting.how else case), setting
 
 
-def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wrong") -> Outcome:
-    """Run a case on this rank. All ranks call it; `store` is a file that they share. `verify`: "wrong", "all", "no"."""
+def judge(
+    name: str, rank: int, store: str, fault: str = "", verify: str = "wrong", once: bool = False
+) -> Outcome:  # fmt: skip
+    """Run a case on this rank. All ranks call it; `store` is a file that they share. `verify`: "wrong", "all", "no".
+    `once`: one rank makes the plan for all."""
     case, setting = setting_of(name)
     start = time.monotonic()
     try:
@@ -91,7 +94,7 @@ def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wron
     try:
         with _as_it_was(), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            outcome = _judged(case, setting, name, steps, fault)
+            outcome = _judged(case, setting, name, steps, fault, once)
         outcome = replace(outcome, warned=tuple(dict.fromkeys(str(w.message)[:200] for w in told)))
     finally:
         dist.destroy_process_group()
@@ -100,12 +103,13 @@ def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wron
     return replace(outcome, seconds=time.monotonic() - start)
 
 
-def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: str) -> Outcome:
+def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: str, once: bool) -> Outcome:
     _MOVED.clear()
     before = _surroundings()
     proven, where, split, worst, at = None, "plan", 0, 0.0, ""
     try:
-        made = _plan_for_faults(name) if fault else _plan(case, setting)
+        plan = autoplan.plan_once if once else autoplan.plan
+        made = _plan_for_faults(name) if fault else _plan(case, setting, plan)
         proven = made.proof.ok if hasattr(made, "proof") else None
         where = "parallelize"
         mesh = init_device_mesh("cpu", tuple(setting.mesh.values()), mesh_dim_names=tuple(setting.mesh))

@@ -351,7 +351,9 @@ class _Exchanges:
     @cached_property
     def _attributes(self) -> tuple[tuple[int, str], ...]:
         """The calls that are given integers of modules, and these modules."""
-        passed = ((n, item) for n, call in enumerate(self.trace.calls) for _, item in symbolics((call.args, call.kwargs)))
+        passed = (
+            (n, item) for n, call in enumerate(self.trace.calls) for _, item in symbolics((call.args, call.kwargs))
+        )
         return tuple((n, str(part[1])) for n, item in passed for part in item.parts("attr"))
 
     def _entries(self, number: int, tensor: int) -> list[Crossing]:
