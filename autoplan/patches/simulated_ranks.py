@@ -99,19 +99,7 @@ def _made(name: str) -> Callable[[Any], Any]:
 
 _ASKS = "_propagate_tensor_meta_non_cached"  # runs an op on full tensors without storage
 _asking = threading.RLock()  # reentrant: shape propagation may recurse
-
-
-_shapes: dict[Any, Any] = {}  # what was answered
-_MOST_SHAPES = 10_000
-
-
-def _plain(value: Any) -> Any:
-    """Return arguments to compare by value. 1, 1.0 and True are equal, but promote dtypes differently."""
-    if isinstance(value, (tuple, list)):
-        return type(value), *map(_plain, value)
-    if isinstance(value, dict):
-        return tuple((name, _plain(item)) for name, item in value.items())
-    return type(value), getattr(value, "tensor_meta", value)
+_shapes: dict[Any, Any] = {}
 
 
 def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,19 +107,23 @@ def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def ask(propagator: Any, schema: Any) -> Any:
-        key = schema.op, _plain((schema.args_schema, schema.kwargs_schema))
+        key = schema.op, _by_value((schema.args_schema, tuple(schema.kwargs_schema.items())))
         with _asking:
             try:
-                if key in _shapes:
-                    return _shapes[key]
-            except TypeError:  # a size that is a symbol
+                if key not in _shapes:
+                    _shapes[key] = original(propagator, schema)
+                return _shapes[key]
+            except TypeError:  # a size that is a symbol has no hash
                 return original(propagator, schema)
-            if len(_shapes) >= _MOST_SHAPES:
-                _shapes.clear()
-            _shapes[key] = original(propagator, schema)
-            return _shapes[key]
 
     return ask
+
+
+def _by_value(value: Any) -> Any:
+    """Return what to compare arguments by. 1, 1.0 and True are equal, but promote dtypes differently."""
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_by_value, value)
+    return type(value), getattr(value, "tensor_meta", value)
 
 
 _making = threading.RLock()
@@ -162,6 +154,8 @@ def world_per_thread() -> Iterator[None]:
     """Swap in a world and registries for one thread per rank; restore the old ones after. Each process group made
     meanwhile also wraps `sys.excepthook` to print its rank: that is undone, too."""
     ProcessLocalGroup.reset()
+    if len(_shapes) > 10_000:
+        _shapes.clear()
     excepthook = sys.excepthook
     places = [
         Place(dist.distributed_c10d, "_world", lambda _: _WorldPerThread()),

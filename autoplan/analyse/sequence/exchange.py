@@ -351,10 +351,9 @@ class _Exchanges:
     @cached_property
     def _attributes(self) -> tuple[tuple[int, str], ...]:
         """The calls that are given integers of modules, and these modules."""
-        passed = (
-            (n, item) for n, call in enumerate(self.trace.calls) for _, item in symbolics((call.args, call.kwargs))
-        )
-        return tuple((n, str(part[1])) for n, item in passed for part in item.parts("attr"))
+        given = enumerate((call.args, call.kwargs) for call in self.trace.calls)
+        passed = ((index, item) for index, value in given for _, item in symbolics(value))
+        return tuple((index, str(part[1])) for index, item in passed for part in item.parts("attr"))
 
     def _entries(self, number: int, tensor: int) -> list[Crossing]:
         """Return where a run of a module takes a value in, perhaps under several names."""
@@ -390,9 +389,8 @@ class _Exchanges:
         elsewhere = {name for index, name in self._attributes if index not in calls}
         if any(_is_in(name, module) for name in elsewhere for module in modules):
             raise _Refused
-        inside = [self.trace.calls[index] for index in calls]
-        random = {c.module for c in inside if call_record(c.name).random.has_rate(c.args, c.kwargs)}
-        self.cut.random |= random
+        inside = (self.trace.calls[index] for index in calls)
+        self.cut.random |= {c.module for c in inside if call_record(c.name).random.has_rate(c.args, c.kwargs)}
         self.cut.whole_parameters |= read
         self.cut.whole_modules |= modules
         self.cut.undone |= done_here
