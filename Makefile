@@ -10,7 +10,8 @@ TORCH  ?= $(shell grep '^torch==' $(LOCK))
 
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
+PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
+# Nothing is compiled before it is imported: that is a minority of the files, and compiling all keeps one core busy.
 # Of what pip says, what it fetches (with sizes) and installs; pip's exit code counts.
 SHELL  := bash
 .SHELLFLAGS := -o pipefail -c
@@ -22,6 +23,8 @@ DEMO   ?= $(SHAPES)/llama-3.1-8b
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
+# Else each process that a test starts compiles all of autoplan anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Tests run in so many processes, file by file, in the order of tests/conftest.py: SPREAD= runs them in one. Three keep
 # two cores busy: some tests wait.

@@ -28,7 +28,6 @@ from autoplan.values import (
     CallRewrite,
     Collective,
     Exchange,
-    Instruction,
     ModuleVisit,
     Move,
     Runtime,
@@ -151,9 +150,9 @@ def _moves(
             and instruction.pattern in blocks
         ):
             for visit in visits.get(instruction.pattern, []) if instruction.moves else ():
-                tensor = dict(_crossing(visit, instruction)).get(
-                    instruction.path if isinstance(instruction, Boundary) else ()
-                )
+                at = instruction if isinstance(instruction, Boundary) else None  # else the module's outputs
+                values = visit.inputs if at is not None and at.side == "input" else visit.outputs
+                tensor = dict(values).get(() if at is None else at.path)
                 if tensor is not None:
                     shape = trace.tensors[tensor].shape
                     elements = prod(shape)
@@ -169,11 +168,6 @@ def _exchanged(exchange: Exchange, shape: tuple[int, ...], ranks: int) -> int:
     layout = Layout.parse(exchange.layout)
     local_sizes = sum(len(layout.rows(rank, ranks)) if layout.is_split else layout.size for rank in range(ranks))
     return prod(shape) // shape[exchange.feature] * local_sizes // ranks
-
-
-def _crossing(visit: ModuleVisit, instruction: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
-    """Return the values at the boundary where the instruction acts; otherwise the module's outputs."""
-    return visit.inputs if isinstance(instruction, Boundary) and instruction.side == "input" else visit.outputs
 
 
 def _each(

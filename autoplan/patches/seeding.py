@@ -249,10 +249,10 @@ def _is_an_accelerator(value: Any) -> bool:
 
 def names_an_accelerator(model: nn.Module) -> bool:
     """Return whether code of the model's classes, or a function that it calls, or an attribute names one."""
-    for module in model.modules():
-        for value in vars(module).values():
-            if _is_an_accelerator(value) or (isinstance(value, FunctionType) and _names_one(value, set())):
-                return True
+    values = (value for module in model.modules() for value in vars(module).values())
+    for value in (value for value in values if isinstance(value, (str, torch.device, FunctionType))):
+        if _names_one(value, set()) if isinstance(value, FunctionType) else _is_an_accelerator(value):
+            return True
     return any(map(_class_names_one, {cls for module in model.modules() for cls in type(module).__mro__}))
 
 

@@ -99,15 +99,31 @@ def _made(name: str) -> Callable[[Any], Any]:
 
 _ASKS = "_propagate_tensor_meta_non_cached"  # runs an op on full tensors without storage
 _asking = threading.RLock()  # reentrant: shape propagation may recurse
+_shapes: dict[Any, Any] = {}
 
 
 def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask once for an op and its arguments. torch's own cache compares meshes too, which are new in each run."""
+
     @functools.wraps(original)
-    def ask(*args: Any, **kwargs: Any) -> Any:
+    def ask(propagator: Any, schema: Any) -> Any:
+        key = schema.op, torch.get_default_dtype(), _by_value((schema.args_schema, tuple(schema.kwargs_schema.items())))
         with _asking:
-            return original(*args, **kwargs)
+            try:
+                if key not in _shapes:
+                    _shapes[key] = original(propagator, schema)
+                return _shapes[key]
+            except TypeError:  # a size that is a symbol has no hash
+                return original(propagator, schema)
 
     return ask
+
+
+def _by_value(value: Any) -> Any:
+    """Return what to compare arguments by. 1, 1.0 and True are equal, but promote dtypes differently."""
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_by_value, value)
+    return type(value), getattr(value, "tensor_meta", value)
 
 
 _making = threading.RLock()
@@ -138,6 +154,8 @@ def world_per_thread() -> Iterator[None]:
     """Swap in a world and registries for one thread per rank; restore the old ones after. Each process group made
     meanwhile also wraps `sys.excepthook` to print its rank: that is undone, too."""
     ProcessLocalGroup.reset()
+    if len(_shapes) > 10_000:
+        _shapes.clear()
     excepthook = sys.excepthook
     places = [
         Place(dist.distributed_c10d, "_world", lambda _: _WorldPerThread()),

@@ -1,4 +1,4 @@
-"""Paths to tensors in nested arguments and results."""
+"""Paths to tensors in nested arguments and results; an argument that a call may fill is the call's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoplan
-from autoplan.common.nested import Noted, change_at, flatten_tensors, put_back
+from autoplan.common.nested import Noted, change_at, flatten_tensors, own_argument, put_back
 
 
 class Kind(Enum):
@@ -103,3 +103,26 @@ def test_an_argument_without_a_name_has_a_path() -> None:
     plan = autoplan.plan(Residual(), 2, inputs={"x": torch.randn(5, 16)})
     assert plan.proof.ok, plan.findings
     assert (("args", 0),) in [boundary.path for boundary in plan.runtime.of(autoplan.values.AllReduceGradient)]
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.rows: dict[int, list[torch.Tensor]] = {0: [torch.zeros(2)]}
+
+
+class Stubborn(Cache):
+    def __deepcopy__(self, memo: object) -> None:
+        raise TypeError
+
+
+def test_a_cache_is_copied_with_its_tensors_changed() -> None:
+    cache = Cache()
+    made = own_argument(cache, lambda value: value + 1)
+    made.rows[0].append(torch.ones(2))
+    assert len(cache.rows[0]) == 1 and not cache.rows[0][0].any()
+    assert made.rows[0][0].eq(1).all()
+
+
+def test_what_is_no_state_or_cannot_be_copied_stays_itself() -> None:
+    for value in (torch.relu, Cache, "word", None, Stubborn()):
+        assert own_argument(value, lambda one: one) is value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import sys
 import threading
 from types import ModuleType
 from typing import Any
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from mesh_toys import mesh_of, model_of, plan_of
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoplan
 from autoplan.check.ranks.run import run_processes
 from autoplan.common.errors import AutoplanError
 from autoplan.patches import patched as machinery
+from autoplan.patches.classes import code_lies_open
 from autoplan.patches.patched import Kept, Patch, Place, Registered, hold, patched
 
 PATCH = Patch("planted", "library.asked", "for a test", "in a block", "put back", lambda: True)
@@ -200,3 +204,30 @@ def told(rank: int) -> list[list[bool]]:
 def test_what_torch_is_told_of_split_models_ends_with_them() -> None:
     no, yes = [False, False], [True, True]
     assert run_processes(told, (), 2) == [[no, yes, yes, no, no]] * 2
+
+
+def test_functions_that_come_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached functions run uncached while a model is recorded. Modules are searched once: again when they are new or
+    have other names, while names are replaced too."""
+    module, calls = ModuleType("of_a_user"), list[int]()
+    with code_lies_open(nn.Identity()):
+        pass
+    module.first = functools.cache(calls.append)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def twice(number: int) -> list[int]:
+        calls.clear()
+        for _ in range(2):
+            module.first(number)
+            if hasattr(module, "second"):
+                module.second(-number)
+        return list(calls)
+
+    with code_lies_open(nn.Identity()):
+        assert twice(1) == [1, 1]
+        module.second = functools.cache(calls.append)  # type: ignore[attr-defined]
+        with code_lies_open(nn.Identity()):
+            pass
+    with code_lies_open(nn.Identity()):
+        assert twice(2) == [2, -2, 2, -2]
+    assert twice(3) == [3, -3]

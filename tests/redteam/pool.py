@@ -33,13 +33,15 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, name: str, fault: str = "", verify: str = "wrong", seconds: float = CASE_SECONDS) -> Outcome:
+    def run(
+        self, name: str, fault: str = "", verify: str = "wrong", once: bool = False, seconds: float = CASE_SECONDS
+    ) -> Outcome:
         """The outcome over all ranks: the worst of them. Ranks that do not answer in time are started anew."""
         if not self._processes:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             for pipe in self._pipes:
-                pipe.send((name, f"{folder}/store", fault, verify))
+                pipe.send((name, f"{folder}/store", fault, verify, once))
             answers: dict[int, Outcome] = {}
             end = time.monotonic() + seconds
             while len(answers) < self.ranks and (left := end - time.monotonic()) > 0:
@@ -111,7 +113,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     gc.freeze()  # parallelize collects garbage: it need not look at what was imported
     while True:
         try:
-            name, store, fault, verify = pipe.recv()
+            name, store, *how = pipe.recv()
         except EOFError:
             return
-        pipe.send(judge(name, rank, store, fault, verify))
+        pipe.send(judge(name, rank, store, *how))

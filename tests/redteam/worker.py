@@ -73,12 +73,15 @@ def setting_of(name: str) -> tuple[Case, Setting]:
     return (replace(case, dtype=torch.bfloat16) if "bf16" in setting.how else case), setting
 
 
-def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wrong") -> Outcome:
-    """Run a case on this rank. All ranks call it; `store` is a file that they share. `verify`: "wrong", "all", "no"."""
+def judge(
+    name: str, rank: int, store: str, fault: str = "", verify: str = "wrong", once: bool = False
+) -> Outcome:  # fmt: skip
+    """Run a case on this rank. All ranks call it; `store` is a file that they share. `verify`: "wrong", "all", "no".
+    `once`: one rank makes the plan for all."""
     case, setting = setting_of(name)
     start = time.monotonic()
     try:
-        steps = script(case)
+        steps = script(replace(case, vary=False) if fault else case)  # a fault shows in the first calls
     except Exception:  # whatever the unsharded model raises, the case is at fault
         return Outcome(name, "broken", text=traceback.format_exc(limit=-1))
     dist.init_process_group(
@@ -91,7 +94,7 @@ def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wron
     try:
         with _as_it_was(), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            outcome = _judged(case, setting, name, steps, fault)
+            outcome = _judged(case, setting, name, steps, fault, once)
         outcome = replace(outcome, warned=tuple(dict.fromkeys(str(w.message)[:200] for w in told)))
     finally:
         dist.destroy_process_group()
@@ -100,12 +103,13 @@ def judge(name: str, rank: int, store: str, fault: str = "", verify: str = "wron
     return replace(outcome, seconds=time.monotonic() - start)
 
 
-def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: str) -> Outcome:
+def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: str, once: bool) -> Outcome:
     _MOVED.clear()
     before = _surroundings()
     proven, where, split, worst, at = None, "plan", 0, 0.0, ""
     try:
-        made = _plan_for_faults(name) if fault else _plan(case, setting)
+        plan = autoplan.plan_once if once else autoplan.plan
+        made = _plan_for_faults(name) if fault else _plan(case, setting, plan)
         proven = made.proof.ok if hasattr(made, "proof") else None
         where = "parallelize"
         mesh = init_device_mesh("cpu", tuple(setting.mesh.values()), mesh_dim_names=tuple(setting.mesh))
@@ -362,6 +366,6 @@ def _as_it_was() -> Iterator[None]:
         sys.excepthook = hook
         sys.settrace(trace)
         torch.set_default_dtype(torch.float32)
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)  # "cpu" would leave a mode that sees every call of torch
         os.environ.clear()
         os.environ.update(environment)

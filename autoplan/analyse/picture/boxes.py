@@ -230,6 +230,7 @@ def contraction(canvas: Canvas, op: Op) -> Value:
     if bias.weight is not None:
         node = replace(node, parameters=(*node.parameters, canvas.name(bias.weight.parameter)))
     source = canvas.box_of(data)
+    canvas.multiplied.add(names[0])
     box = canvas.add(node, () if source is None else (source,))
     if weight.chosen is not None:
         canvas.join(weight.chosen, box, "choice")
@@ -294,18 +295,12 @@ def weighted(canvas: Canvas, op: Op, box: int, views: list[View]) -> Value:
     dims = tuple(("over", canvas.dim(view.parameter, _last_dim(canvas, view))) for view in views[:1])
     if node.kind == "norm" and len(node.parameters) < 2:
         return canvas.change(box, replace(node, parameters=node.parameters + names, dims=node.dims or dims))
-    if any(_multiplies(canvas, name) for name in names):
+    if canvas.multiplied.intersection(names):
         return Value(node=box)  # a weight measured on its own input (spectral norm) is no scale
     kind = "shift" if op_record(op.name).drawn is Drawn.ADD else "scale"
     if kind == "shift" and _is_bias(canvas, node, views):
         return canvas.change(box, replace(node, parameters=node.parameters + names))
     return Value(node=canvas.add(Node(kind, op.module, names, dims), (box,)))
-
-
-def _multiplies(canvas: Canvas, parameter: str) -> bool:
-    """Return whether this is the weight of a contraction."""
-    nodes = (canvas.node(box) for box in canvas.flow)
-    return any(node.kind in ("linear", "stacked") and node.parameters[:1] == (parameter,) for node in nodes)
 
 
 def _last_dim(canvas: Canvas, view: View) -> int | None:

@@ -148,6 +148,7 @@ class Canvas:
         self.values: dict[int, Value] = {}
         self.bases: dict[int, int] = {}  # view -> its base
         self.written: set[int] = set()  # bases that were changed through a view
+        self.multiplied: set[str] = set()  # weights of contractions
         self._parameters: dict[int, int] = {}
         self._input: int | None = None
         for index, tensor in enumerate(trace.tensors):

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from autoplan.analyse.placement.callflow import Crossing, HookPoint, Kind
@@ -347,6 +348,13 @@ class _Exchanges:
 
     # ------------------------------------------------------------------ both
 
+    @cached_property
+    def _attributes(self) -> tuple[tuple[int, str], ...]:
+        """The calls that are given integers of modules, and these modules."""
+        given = enumerate((call.args, call.kwargs) for call in self.trace.calls)
+        passed = ((index, item) for index, value in given for _, item in symbolics(value))
+        return tuple((index, str(part[1])) for index, item in passed for part in item.parts("attr"))
+
     def _entries(self, number: int, tensor: int) -> list[Crossing]:
         """Return where a run of a module takes a value in, perhaps under several names."""
         return [crossing for crossing in self.flow.entering[tensor] if crossing.visit == number]
@@ -378,19 +386,11 @@ class _Exchanges:
             mixed = self.shards.is_split(tensor) and self.shards.is_mixed(tensor)
             if set(self.flow.uses[tensor]) - calls or (mixed and tensor not in parts):
                 raise _Refused
-        random = set[str]()
-        for index, call in enumerate(self.trace.calls):
-            outside = index not in calls and any(
-                _is_in(str(part[1]), module)
-                for _, item in symbolics((call.args, call.kwargs))
-                for part in item.parts("attr")
-                for module in modules
-            )
-            if outside:
-                raise _Refused
-            if index in calls and call_record(call.name).random.has_rate(call.args, call.kwargs):
-                random.add(call.module)
-        self.cut.random |= random
+        elsewhere = {name for index, name in self._attributes if index not in calls}
+        if any(_is_in(name, module) for name in elsewhere for module in modules):
+            raise _Refused
+        inside = (self.trace.calls[index] for index in calls)
+        self.cut.random |= {c.module for c in inside if call_record(c.name).random.has_rate(c.args, c.kwargs)}
         self.cut.whole_parameters |= read
         self.cut.whole_modules |= modules
         self.cut.undone |= done_here

@@ -169,9 +169,9 @@ def solve_edits(shards: Shards) -> Edits:
     for module in sorted(set(equations.of_module) | set(comparisons)):
         mine = equations.of_module.get(module, [])
         tests = comparisons.get(module, [])
-        edits: dict[Attribute, Values] = {}
-        if not all(equations.holds(r, edits) for r in mine) or not all(equations.same_outcome(t, edits) for t in tests):
-            edits = _best(equations, mine, tests)
+        if all(equations.holds(r, {}) for r in mine) and all(equations.same_outcome(t, {}) for t in tests):
+            continue
+        edits = _best(equations, mine, tests)
         solution.values.update(edits)
         solution.left += [r for r in mine if not equations.holds(r, edits) and r not in solution.left]
         solution.broken_comparisons += [t for t in tests if not equations.same_outcome(t, edits)]

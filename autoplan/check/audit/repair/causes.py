@@ -90,11 +90,8 @@ def _as_one(causes: Sequence[Finding]) -> Finding:
 
 def _gives_up(change: Change, repair: Repair) -> bool:
     """Return whether the row is right only with less sharding than it requested: gathered at once, or replicated."""
-    return (
-        change.new is None
-        or "gather" in repair.dialect.text(change.new)
-        or ("Replicate" in repair.dialect.text(change.new) or "split_input" in repair.dialect.text(change.new))
-    )
+    less = ("gather", "Replicate", "split_input")
+    return change.new is None or any(word in repair.dialect.text(change.new) for word in less)
 
 
 def _reason(findings: Iterable[Finding], change: Change) -> Finding | None:
