@@ -178,8 +178,8 @@ def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     for alike in by_check.values():
         for finding in alike[:_ALIKE]:
             level, weight = f"{finding.level:<6}", f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
-            where = (finding.where, "cyan")
-            yield Text.assemble((level, _LEVELS[finding.level]), finding.check, " · ", where, weight)
+            where = (finding.where and f" · {finding.where}", "cyan")
+            yield Text.assemble((level, _LEVELS[finding.level]), finding.check, where, weight)
             proof = "" if finding.proof in proofs else finding.proof
             proofs.add(proof)
             for text in (finding.message, proof, finding.hint and f"→ {finding.hint}"):
