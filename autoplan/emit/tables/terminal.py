@@ -93,7 +93,7 @@ def _detail(value: object) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], Traffic):
         return "\n".join(traffic_lines(value))
     if isinstance(value, dict):
-        texts = {key: bytes_text(inner) if key.startswith("bytes_") else _in_line(inner) for key, inner in value.items()}
+        texts = {k: bytes_text(v) if k.startswith("bytes_") else _in_line(v) for k, v in value.items()}
         return "\n".join(f"{key.replace('bytes_per_rank', 'per rank')}: {text}" for key, text in texts.items())
     return _in_line(value)
 
