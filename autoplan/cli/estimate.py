@@ -233,10 +233,8 @@ def dryrun(
     mesh = on_mesh(mesh, cp, tp)
     options: dict[str, Any] = {"activation_checkpointing": again} if (again := checkpointing_of(checkpointing)) else {}
     with progress(f"running {model} on {mesh} without storage"):
-        ran = dry_run(
-            model, mesh=mesh, rank=rank, batch=batch, sequence=sequence, sequence_parallel=sequence_parallel,
-            ep_size=ep, trust_remote_code=trust_remote_code, **options,
-        )  # fmt: skip
+        ran = dry_run(model, mesh=mesh, rank=rank, batch=batch, sequence=sequence, ep_size=ep,
+                      sequence_parallel=sequence_parallel, trust_remote_code=trust_remote_code, **options)  # fmt: skip
     emit(dry_run_view(ran), dry_run_to_dict(ran), as_json, output)
 
 
@@ -349,8 +347,7 @@ def report(
         raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {plan.tp_size}", hint="pass one of them")
     how |= {"batch": batch, "sequence": sequence, "train": train.value}
     how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
-    is_file = names_plan_file(model)
-    if is_file and mesh is not None:
+    if (is_file := names_plan_file(model)) and mesh is not None:
         raise AutoplanError("--mesh needs the model, not a plan file", hint="omit --mesh, or pass the model")
     priced, memory = (None, None) if is_file else _estimated(model, mesh, plan, gpu, how)
     sizes = sizes or ({"tp": plan.tp_size} if priced is not None else {})
