@@ -58,12 +58,10 @@ def _reduced(planned: SumCall | MeanCall, at: At) -> Run:
                 bias = bias.view(-1, *[1] * (args[0].dim() - 2))
         elif product is not None and product.bias == 0:
             added, left, right = [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
-            bias, alpha = added * kwargs.get("beta", 1), kwargs.get("alpha", 1)
-            args, kwargs = (left if alpha == 1 else left * alpha, right), {}
-            func = torch.mm if left.dim() == 2 else torch.bmm
+            bias, alpha, kwargs = added * kwargs.get("beta", 1), kwargs.get("alpha", 1), {}
+            func, args = (torch.mm if left.dim() == 2 else torch.bmm), (left if alpha == 1 else left * alpha, right)
         result = sum_over_ranks(func(*args, **kwargs), group)
-        if mean:
-            result = result / group.size
+        result = result / group.size if mean else result
         return result if bias is None else result + bias
 
     return run
@@ -96,8 +94,7 @@ def _row(planned: RowCall, at: At) -> Run:
     own = chunk(planned.rows, group.size, group.rank)
 
     def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        table, index = args
-        is_tuple = isinstance(index, tuple)
+        (table, index), is_tuple = args, isinstance(args[1], tuple)
         number = (index[0] if is_tuple else index) % planned.rows
         if isinstance(number, torch.Tensor):
             foreign = (number < own.start) | (number >= own.stop)

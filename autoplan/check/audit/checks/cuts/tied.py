@@ -35,5 +35,5 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             text = f"{both} are one tied parameter, but the plan gives {', '.join(map(str, lines.values()))}"
             hint = "give both the same sharding: embedding_rowwise for the table is colwise for the head"
             if subject.plan.dialect == "deepspeed":
-                hint = "leave both whole: AutoTP says no sharding of a table"
+                hint = "leave both whole"
             yield subject.suspect(NAME, where, text, hint, names=weight.names)
