@@ -57,7 +57,7 @@ def _reduced(planned: SumCall | MeanCall, at: At) -> Run:
             if bias is not None and not product.of_rows:  # of a convolution: along the channels
                 bias = bias.view(-1, *[1] * (args[0].dim() - 2))
         elif product is not None and product.bias == 0:
-            added, left, right = [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
+            added, left, right = tuple(args) + tuple(kwargs[name] for name in _OPERANDS if name in kwargs)
             bias, alpha, kwargs = added * kwargs.get("beta", 1), kwargs.get("alpha", 1), {}
             func, args = (torch.mm if left.dim() == 2 else torch.bmm), (left if alpha == 1 else left * alpha, right)
         result = sum_over_ranks(func(*args, **kwargs), group)
