@@ -176,7 +176,7 @@ def verify(
         Engine.threads
     ),
     mesh: Annotated[
-        str | None, typer.Option(help="Simulate a mesh, such as dp=2,tp=2, and check training on it; replaces --tp.")
+        str | None, typer.Option(help="Simulate a mesh, such as dp=2,tp=2, and check training on it.")
     ] = None,
     ep: Annotated[
         int | None, typer.Option("--ep", min=1, help="As in `autoplan plan`; a plan file has its own.")
@@ -203,7 +203,7 @@ def verify(
         loaded = _make_plan(
             model, tp or 2, written, "none", trust_remote_code, ep=ep or 1, sequence_parallel=sequence_parallel
         )
-    options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
+    options: dict[str, Any] = {"tp_size": tp} | ({} if mesh is None else {"mesh": mesh})
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
     options |= {"cp_size": cp} if cp > 1 else {}

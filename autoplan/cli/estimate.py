@@ -39,6 +39,7 @@ ALL = Train("full")
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Mesh dims and sizes, such as dp_shard=8,tp=8 or dp_shard=8,cp=8.")
 ]
+Ranks = Annotated[int, typer.Option("--tp", min=1, help="Split over N ranks; alone it is --mesh tp=N.")]
 Length = Annotated[int, typer.Option("--sequence", min=2, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences per micro-batch of a rank.")]
 Gpu = Annotated[str, typer.Option("--gpu", help="One of rules/devices, or a .toml of your own.")]
@@ -88,7 +89,7 @@ Stages = Annotated[int, typer.Option("--virtual-stages", min=1, help="Stages on 
 Chunked = Annotated[bool, typer.Option("--chunked-loss", help="Compute logits for an eighth of the tokens at a time.")]
 
 # Of the options of `choose` and `estimate`, those that are not keywords of autoplan's functions by the same name
-_OF_A_COMMAND = ("cp", "checkpointing", "like", "row", "script", "page", "as_json", "output")
+_OF_A_COMMAND = ("cp", "tp", "checkpointing", "like", "row", "script", "page", "as_json", "output")
 
 
 def choose(
@@ -165,6 +166,7 @@ def choose(
 def estimate(
     model: Model,
     mesh: Mesh = None,
+    tp: Ranks = 1,
     cp: LongCut = 1,
     batch: Batch = 1,
     sequence: Length = 2048,
@@ -200,7 +202,7 @@ def estimate(
 ) -> None:
     """Say what one step costs on one rank of a mesh: memory at its peak, messages, time."""
     asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
-    asked |= {"mesh": on_mesh(mesh, cp), "activation_checkpointing": checkpointing_of(checkpointing)}
+    asked |= {"mesh": on_mesh(mesh, cp, tp), "activation_checkpointing": checkpointing_of(checkpointing)}
     import autoplan
     from autoplan.emit.tables.estimate_table import estimate_view
 
@@ -212,6 +214,7 @@ def estimate(
 def dryrun(
     model: Model,
     mesh: Mesh = None,
+    tp: Ranks = 1,
     cp: LongCut = 1,
     rank: Annotated[int, typer.Option(min=0, help="Rank to run as.")] = 0,
     batch: Batch = 1,
@@ -227,13 +230,11 @@ def dryrun(
     from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
     from autoplan.forecast.dry_run import dry_run
 
-    mesh = on_mesh(mesh, cp)
+    mesh = on_mesh(mesh, cp, tp)
     options: dict[str, Any] = {"activation_checkpointing": again} if (again := checkpointing_of(checkpointing)) else {}
     with progress(f"running {model} on {mesh} without storage"):
-        ran = dry_run(
-            model, mesh=mesh, rank=rank, batch=batch, sequence=sequence, sequence_parallel=sequence_parallel,
-            ep_size=ep, trust_remote_code=trust_remote_code, **options,
-        )  # fmt: skip
+        ran = dry_run(model, mesh=mesh, rank=rank, batch=batch, sequence=sequence, ep_size=ep,
+                      sequence_parallel=sequence_parallel, trust_remote_code=trust_remote_code, **options)  # fmt: skip
     emit(dry_run_view(ran), dry_run_to_dict(ran), as_json, output)
 
 
@@ -289,14 +290,15 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
 def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
     """Return the requested mesh; with --cp alone FSDP2 shards over its ranks, besides those of `tp`."""
     if mesh is None:
-        if cp == 1:
-            raise typer.BadParameter("required unless --cp is given", param_hint="--mesh")
-        return f"dp_shard=1,cp={cp}" + (f",tp={tp}" if tp > 1 else "")
+        if cp == tp == 1:
+            raise typer.BadParameter("required unless --tp or --cp is given", param_hint="--mesh")
+        return ",".join((f"dp_shard=1,cp={cp}",) * (cp > 1) + (f"tp={tp}",) * (tp > 1))
     from autoplan.forecast.asked import mesh_sizes
 
-    size = dict(mesh_sizes(mesh, priced=("pp",))).get("cp", 1)
-    if cp not in (1, size):
-        raise AutoplanError(f"--mesh {mesh} has cp {size}, --cp is {cp}", hint="pass one of them")
+    sizes = dict(mesh_sizes(mesh, priced=("pp",)))
+    for name, size in (("cp", cp), ("tp", tp)):
+        if size not in (1, sizes.get(name, 1)):
+            raise AutoplanError(f"--mesh {mesh} has {name} {sizes.get(name, 1)}, --{name} is {size}", hint="pass one")
     return mesh
 
 
@@ -345,8 +347,7 @@ def report(
         raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {plan.tp_size}", hint="pass one of them")
     how |= {"batch": batch, "sequence": sequence, "train": train.value}
     how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
-    is_file = names_plan_file(model)
-    if is_file and mesh is not None:
+    if (is_file := names_plan_file(model)) and mesh is not None:
         raise AutoplanError("--mesh needs the model, not a plan file", hint="omit --mesh, or pass the model")
     priced, memory = (None, None) if is_file else _estimated(model, mesh, plan, gpu, how)
     sizes = sizes or ({"tp": plan.tp_size} if priced is not None else {})

@@ -72,8 +72,9 @@ def rules_show(
 
     rules = {rule.id: rule for rule in load_rules()}
     if rule_id not in rules:
-        close = ", ".join(nearest(rule_id, rules)) or ", ".join(rules)
-        raise AutoplanError(f"there is no rule {rule_id!r}", hint=f"rules like it: {close}")
+        close = ", ".join(nearest(rule_id, rules))
+        hint = f"rules like it: {close}" if close else "`autoplan rules list` prints all"
+        raise AutoplanError(f"there is no rule {rule_id!r}", hint=hint)
     emit(rule_view(rules[rule_id]), rule_to_dict(rules[rule_id]), as_json, output)
 
 

@@ -255,8 +255,8 @@ class Sweep:
         question = replace(self.common, mesh=mesh)
         if question.ranks != gpus or batch % question.copies:
             raise AutoplanError(
-                f"no row has the mesh {dict(mesh)}: it has {question.ranks} ranks and {question.copies} copies of the "
-                f"model, for {gpus} GPUs and a batch of {batch}",
+                f"no row has the mesh {dict(mesh)}: {question.ranks} ranks, of which every "
+                f"{question.ranks // question.copies} hold a copy of the model, for {gpus} GPUs and a batch of {batch}",
                 hint="pass a mesh of all GPUs, with a number of copies that divides the batch",
             )
         split = Split(question.size("tp"), question.size("ep"), question.cp)

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoplan.values.estimate import Cost
 from autoplan.values.instructions.base import INSTRUCTIONS, Instruction
+from autoplan.values.instructions.modules import Capabilities
 from autoplan.values.reasons import REASONS, Reason
 
 _TERSE = (Cost,)  # always brief: most of their fields apply to one kind only
@@ -32,6 +33,8 @@ FAMILIES: dict[Any, Family] = {
 def plain(value: Any, *, brief: bool = False) -> Any:
     """Return a value as plain data; `brief` leaves out fields that have their default value. An instruction has its
     class: {"do": "AllReduce", …}; a reason too: {"kind": "DoesNotDivide", …}."""
+    if isinstance(value, Capabilities):  # modules are keyed by their likeness there
+        return str(value)
     if is_dataclass(value) and not isinstance(value, type):
         kind = {family.key: type(value).__name__ for base, family in FAMILIES.items() if isinstance(value, base)}
         brief = brief or isinstance(value, _TERSE)

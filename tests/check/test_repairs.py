@@ -16,12 +16,12 @@ from typing import Any
 import mistakes
 import pytest
 import torch
-from corpus.toys import GOOD, MLP, Attention, FusedAttention, decoder
+from corpus.toys import ATTENTION, GOOD, MLP, Attention, FusedAttention, decoder
 from drawn_plans import mistake_of
 from drawn_words import drawn
 from scored_audits import score
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from transformers import LlamaConfig
 from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_torch, sequence_plan, wrong_plan
@@ -161,6 +161,15 @@ def test_norms_of_heads_get_a_style_of_torch_that_sums_their_gradients() -> None
     norms = {key for key, style in report.fixed.items() if isinstance(style, SequenceParallel)}
     assert norms == {"layers.*.attn.q_norm", "layers.*.attn.k_norm"}, report
     assert report.fixed.keys() - norms == GOOD.keys()
+    fixed = autoplan.audit(model, report.fixed, 2)
+    assert fixed.ok and "sequence" not in [finding.check for finding in fixed.findings], "heads are no sequence"
+
+
+def test_rows_that_need_each_other_are_no_cause_of_a_mistake_elsewhere() -> None:
+    """Each row of an MLP is wrong without the others: all of them or none."""
+    plan = {**as_torch(ATTENTION), "layers.*.attn.o_proj": RowwiseParallel(input_layouts=Shard(1))}
+    report = autoplan.audit(decoder(), plan, 2)
+    assert is_about(report, 0, "layers.*.attn.o_proj") and report.fixed.keys() == plan.keys(), report
 
 
 def test_tied_ends_are_corrected_together() -> None:

@@ -42,6 +42,11 @@ def test_odd_meshes_are_refused(text: str) -> None:
         parse_mesh(text)
 
 
+def test_a_mesh_without_the_ranks_that_were_asked_for_is_refused() -> None:
+    with pytest.raises(AutoplanError, match="the mesh dp=3 has tp 1, tp_size is 2"):
+        autoplan.verify("llama", tp_size=2, mesh="dp=3")
+
+
 def test_layers_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["layers", "llama", "--json"])

@@ -100,6 +100,19 @@ def test_a_rank_that_is_killed_is_no_verdict() -> None:
         run_processes(_die, (), 2, timeout=60)
 
 
+@pytest.mark.gloo
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"  # more is sent than a pipe holds
+    script.write_text(
+        "from autoplan.check.ranks.run import run_processes\nrun_processes(print, (b'x' * 200_000,), 2, timeout=60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-2:]
+    assert last[0].endswith("RankLost: rank 0 of 2 ended before it returned a result"), done.stderr
+    assert "if __name__ == '__main__':" in last[1]
+
+
 @pytest.mark.long
 @pytest.mark.gloo
 def test_verify_imports_in_its_ranks_what_the_command_imported(tmp_path: Path) -> None:

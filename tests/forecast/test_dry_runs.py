@@ -115,6 +115,14 @@ def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:
         dry_run(LLAMA, **{"mesh": "dp_shard=2,tp=2", **keywords})
 
 
+def test_products_of_experts_need_rows_of_16_bytes_in_their_dtype() -> None:
+    config = MixtralConfig(**{**MIXTRAL.to_dict(), "intermediate_size": 96, "num_hidden_layers": 1})
+    how: dict[str, Any] = {"mesh": "tp=8", "sequence": 16}
+    assert autoplan.estimate(config, weights="float32", **how).peak > 0
+    with pytest.raises(autoplan.AutoplanError, match=r"12 numbers wide on a rank; grouped_mm takes multiples of 8"):
+        autoplan.estimate(config, weights="bfloat16", **how)
+
+
 def test_the_command_line_takes_experts_and_ranks(tmp_path: Any) -> None:
     MixtralConfig(
         **{**MIXTRAL.to_dict(), "num_hidden_layers": 2, "architectures": ["MixtralForCausalLM"]}
@@ -128,7 +136,10 @@ def test_the_command_line_takes_experts_and_ranks(tmp_path: Any) -> None:
     ran = CliRunner().invoke(app, ["estimate", str(tmp_path), "--cp", "2", "--sequence", "16", "--json"])
     found = json.loads(ran.stdout)
     assert found["mesh"] == {"dp_shard": 1, "cp": 2} and found["tokens_of_a_rank"] == 8
-    for wrong in (["--mesh", "dp_shard=2,cp=2", "--cp", "4"], ["--cp", "2", "--train", "inference"], []):
+    ran = CliRunner().invoke(app, ["estimate", str(tmp_path), "--tp", "2", "--sequence", "16", "--json"])
+    assert json.loads(ran.stdout)["mesh"] == {"tp": 2}
+    for wrong in (["--mesh", "dp_shard=2,cp=2", "--cp", "4"], ["--cp", "2", "--train", "inference"], [],
+                  ["--mesh", "dp_shard=2", "--tp", "2"]):  # fmt: skip
         refused = CliRunner().invoke(app, ["estimate", str(tmp_path), *wrong]).exception
         assert isinstance(refused, autoplan.AutoplanError | SystemExit)
 

@@ -384,7 +384,7 @@ def _edited_entries(model: Model, chance: random.Random) -> Iterator[Mistake]:
     for kind, edit in edits.items():
         if not rules:
             return
-        rule = chance.choice(rules)
+        rule = chance.choice([rule for rule in rules if edit(rule) != rule] or rules)
         changed = tuple(edit(one) if one is rule else one for one in model.plan.runtime.parameters)
         plan = replace(model.plan, runtime=replace(model.plan.runtime, parameters=changed))
         yield Mistake(kind, plan, ((rule.pattern, edit(rule).pattern),))

@@ -40,8 +40,9 @@ class RankLost(AutoplanError):
     """A rank's process ended without an answer: nothing is known of the plan."""
 
     def __init__(self, rank: int, world_size: int, exit_code: int | None) -> None:
-        killed = exit_code is not None and exit_code < 0
-        how = f"was killed by {signal.Signals(-exit_code).name}" if killed and exit_code else f"ended with {exit_code}"
+        how = "ended" if exit_code is None else f"ended with {exit_code}"
+        if exit_code is not None and exit_code < 0:
+            how = f"was killed by {signal.Signals(-exit_code).name}"
         super().__init__(
             f"rank {rank} of {world_size} {how} before it returned a result",
             hint="did it run out of memory? A script that starts ranks needs `if __name__ == '__main__':`",

@@ -62,7 +62,10 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
                 process = context.Process(
                     target=_rank_main, args=(rank, world_size, folder, timeout, job, places, sending), daemon=True
                 )
-                process.start()
+                try:
+                    process.start()
+                except BrokenPipeError as error:  # it ended while it imported the caller's main module
+                    raise RankLost(rank, world_size, None) from error
                 sending.close()
                 processes.append(process)
                 pipes.append(receiving)

@@ -93,6 +93,11 @@ def verify(
             check_argument("checks", checks, (list, tuple, set, frozenset), f"choose from {', '.join(CHECK_NAMES)}")
         for name, value in switches.items():
             check_argument(name, value, bool, "choose True or False")
+        if tp_size is not None and isinstance(mesh, str | Mapping):
+            named = parse_mesh(mesh)
+            split = dict(zip(named.names, named.sizes, strict=True)).get("tp", 1)
+            if split != tp_size:
+                raise AutoplanError(f"the mesh {named} has tp {split}, tp_size is {tp_size}", hint="pass one of them")
         source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
         if plan is not None:
             check_names(source.module(), plan)

@@ -93,7 +93,8 @@ def _detail(value: object) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], Traffic):
         return "\n".join(traffic_lines(value))
     if isinstance(value, dict):
-        return "\n".join(f"{key}: {_in_line(inner)}" for key, inner in value.items())
+        texts = {k: bytes_text(v) if k.startswith("bytes_") else _in_line(v) for k, v in value.items()}
+        return "\n".join(f"{key.replace('bytes_per_rank', 'per rank')}: {text}" for key, text in texts.items())
     return _in_line(value)
 
 
@@ -178,8 +179,8 @@ def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     for alike in by_check.values():
         for finding in alike[:_ALIKE]:
             level, weight = f"{finding.level:<6}", f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
-            where = (finding.where, "cyan")
-            yield Text.assemble((level, _LEVELS[finding.level]), finding.check, " · ", where, weight)
+            where = (finding.where and f" · {finding.where}", "cyan")
+            yield Text.assemble((level, _LEVELS[finding.level]), finding.check, where, weight)
             proof = "" if finding.proof in proofs else finding.proof
             proofs.add(proof)
             for text in (finding.message, proof, finding.hint and f"→ {finding.hint}"):

@@ -36,6 +36,7 @@ from autoplan.values import (
 
 # Calls that combine the shards of ranks, and calls that only differ per rank.
 Run = Callable[[Any, Any, Any], Any]  # of the torch function, its args, its kwargs
+_OPERANDS = ("input", "mat1", "batch1", "mat2", "batch2")  # of addmm and baddbmm, in order
 
 
 @executes(RewriteCall)
@@ -56,11 +57,11 @@ def _reduced(planned: SumCall | MeanCall, at: At) -> Run:
             if bias is not None and not product.of_rows:  # of a convolution: along the channels
                 bias = bias.view(-1, *[1] * (args[0].dim() - 2))
         elif product is not None and product.bias == 0:
-            bias, args = args[0] * kwargs.get("beta", 1), args[1:]
-            func, kwargs = (torch.mm if args[0].dim() == 2 else torch.bmm), {}
+            added, left, right = tuple(args) + tuple(kwargs[name] for name in _OPERANDS if name in kwargs)
+            bias, alpha, kwargs = added * kwargs.get("beta", 1), kwargs.get("alpha", 1), {}
+            func, args = (torch.mm if left.dim() == 2 else torch.bmm), (left if alpha == 1 else left * alpha, right)
         result = sum_over_ranks(func(*args, **kwargs), group)
-        if mean:
-            result = result / group.size
+        result = result / group.size if mean else result
         return result if bias is None else result + bias
 
     return run
@@ -93,8 +94,7 @@ def _row(planned: RowCall, at: At) -> Run:
     own = chunk(planned.rows, group.size, group.rank)
 
     def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        table, index = args
-        is_tuple = isinstance(index, tuple)
+        (table, index), is_tuple = args, isinstance(args[1], tuple)
         number = (index[0] if is_tuple else index) % planned.rows
         if isinstance(number, torch.Tensor):
             foreign = (number < own.start) | (number >= own.stop)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from autoplan.common.errors import IndivisibleError
 from autoplan.common.torch_internals import efficient_attention, flash_attention, is_fake, outside_of_modes, schema_of
 from autoplan.forecast.recording.fused import KernelFile, kernel_files
 from autoplan.patches.kernels import KERNEL_STAND_INS, OptionalKernel, optional_kernels
@@ -187,14 +188,25 @@ def _without_storage(values: Any) -> bool:
     return bool(tensors) and all(is_fake(tensor) and not isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def grouped_in_bfloat16(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Products of groups in any dtype: shapes are asked in the one dtype that torch knows them in. None: another op."""
-    if func is not _ATEN._grouped_mm.default or args[0].dtype == torch.bfloat16:
+def grouped_in_any_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Products of groups in any dtype: torch knows their shapes in bfloat16 alone. None: torch is asked."""
+    if func is not _ATEN._grouped_mm.default:
         return None
-    dtype = args[0].dtype
-    narrow = [arg.to(torch.bfloat16) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
-              for arg in args]  # fmt: skip
-    return func(*narrow, **kwargs).to(dtype)
+    left, right = args[:2]
+    aligned = 16 // left.element_size()
+    for step in (max(left.stride()[-2:]), max(right.stride()[-2:])):
+        if step % aligned:
+            raise IndivisibleError(
+                f"experts' matrices are {step} numbers wide on a rank; grouped_mm takes multiples of {aligned} "
+                f"({str(left.dtype).removeprefix('torch.')}, 16 bytes)",
+                hint="take fewer ranks, or another implementation of experts",
+            )
+    if left.dtype == torch.bfloat16:
+        return None
+    groups = left.shape[:-2] if left.dim() == right.dim() else ()
+    if left.dim() == right.dim() == 2:
+        groups = (args[2] if len(args) > 2 else kwargs["offs"]).shape
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
 
 
 def held_meanwhile(func: Any, args: tuple[Any, ...]) -> int:

@@ -20,7 +20,7 @@ from autoplan.common.torch_internals import TorchDispatchMode, collectives_by_na
 from autoplan.forecast.recording.fused import Fusion
 from autoplan.forecast.recording.kernels import (
     flops_of,
-    grouped_in_bfloat16,
+    grouped_in_any_dtype,
     held_meanwhile,
     is_attention,
     kernels_of_a_gpu,
@@ -208,7 +208,7 @@ class _Watching(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is collectives_by_name.wait_tensor.default:
             return args[0]  # as it is on a device; without storage torch would make another tensor of it
-        result = grouped_in_bfloat16(func, args, kwargs)
+        result = grouped_in_any_dtype(func, args, kwargs)
         if result is None:
             result = func(*args, **kwargs)
         log, space = self.log, func.namespace

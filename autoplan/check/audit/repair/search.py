@@ -223,12 +223,16 @@ def _least(part: Part, trials: Trials, trusting: bool) -> tuple[Change, ...] | N
 def _needed(says: Mapping[str, Any], way: Mapping[str, Any], names: list[str], trials: Trials) -> list[str]:
     """Return a subset of these names, none of which can be left at what the plan says."""
     needed = list(names)
-    for name in sorted(names, key=lambda name: (name in says, name not in way)):  # new rows are dropped first
-        fewer = [other for other in needed if other != name]
+    dropped_first = sorted(names, key=lambda name: (name in says, name not in way))  # new rows
+    homes = {name.rpartition(".")[0]: [other for other in names if other.rpartition(".")[0] == name.rpartition(".")[0]]
+             for name in dropped_first}  # fmt: skip
+    together = [group for group in homes.values() if 1 < len(group) < len(names)]  # those of an MLP need each other
+    for group in [*together, *([name] for name in dropped_first)]:
+        fewer = [other for other in needed if other not in group]
         # What the plan says, with the values of `way` for these names, which come last
         mixed = {other: value for other, value in says.items() if other not in fewer}
         mixed |= {other: way[other] for other in fewer if way.get(other) is not None}
-        if fewer and trials.passes(mixed.items()):
+        if fewer and fewer != needed and trials.passes(mixed.items()):
             needed = fewer
     return needed
 

@@ -25,7 +25,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if weight is None or (subject.plan.plan is not None and weight.said.dim is not None):
             continue
         if line is not None and "gather" in line.style:
-            hint = "sharded logits need a loss that accepts them, and no row of the plan says so"
+            hint = "logits that stay sharded need a loss that accepts them, which no style brings along"
             forward, step = gather_bytes(subject, head.columns)
             text = f"logits [{subject.settings.tokens}, {head.columns}] are gathered on every rank: "
             text += f"{bytes_text(forward)} more in the head's forward, "

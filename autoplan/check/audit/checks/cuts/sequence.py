@@ -22,7 +22,13 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             text = "the plan sets sequence_parallel but shards no sequence"
             yield Finding(NAME, "warn", "", text, "plan again with sequence_parallel=True")
         return
-    lines = [line for line in subject.plan.lines if line.style == "sequence_parallel"]
+    raw = subject.plan.raw  # a norm of heads is "sharded" along these
+    lines = [
+        line
+        for line in subject.plan.lines
+        if line.style == "sequence_parallel"
+        and not any(layout.dim != 1 for layout in getattr(raw.get(line.pattern), "sequence_sharding", ()))
+    ]
     if not lines:
         return
     reached = [name for line in lines for name in subject.modules if subject.plan.reaches(line, name)]

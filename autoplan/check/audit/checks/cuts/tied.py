@@ -34,4 +34,6 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         elif len(cuts) > 1 or (cuts - {"whole", "nothing"} and whole):
             text = f"{both} are one tied parameter, but the plan gives {', '.join(map(str, lines.values()))}"
             hint = "give both the same sharding: embedding_rowwise for the table is colwise for the head"
+            if subject.plan.dialect == "deepspeed":
+                hint = "leave both whole"
             yield subject.suspect(NAME, where, text, hint, names=weight.names)
