@@ -115,7 +115,7 @@ class Stream(CutStream):
         flow, inputs, outputs = self.flow, self.flow.inputs[index], self.flow.outputs[index]
         cut = [t for t in inputs if self._cut_here(t, index)]
         if not cut:
-            if not self._receives_local_length(index):
+            if not self.receives_local_length(index):
                 self._cut_sums(index, outputs)
                 return
             if index in self.told_whole or not self._is_position_independent(index):
@@ -199,7 +199,7 @@ class Stream(CutStream):
             return mixes
         if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):
             return self._whole("enters-split", index)
-        if not self._sizes_follow(index):
+        if not self.sizes_follow(index):
             return self._whole("told-length", index)
         return None
 
@@ -243,7 +243,7 @@ class Stream(CutStream):
         return (
             call_record(self.trace.calls[index].name).alike
             and not any(self.positions.dims_of(t) for t in inputs)
-            and all(self._made_of(t, index) is not None for t in carrying)
+            and all(self.made_of(t, index) is not None for t in carrying)
         )
 
     # ------------------------------------------------------------------ boundaries
@@ -377,7 +377,7 @@ class Stream(CutStream):
         for tensor in inputs:
             if tensor in cut or self.positions.dims_of(tensor) or tensor not in self.flow.carries:
                 continue
-            parameters = self._made_of(tensor, index)
+            parameters = self.made_of(tensor, index)
             if parameters is None and self.shares:
                 self.result.shared.setdefault(tensor, set()).add(index)
             elif parameters is None:

@@ -160,7 +160,7 @@ class CutStream:
         shard = self.is_cut(tensor, index) and self.positions.has(self.shards.axes.of(tensor)[dim])
         return -size if shard else size  # any other number will do
 
-    def _sizes_follow(self, index: int) -> bool:
+    def sizes_follow(self, index: int) -> bool:
         """Return whether the sizes that Python passes shrink with the sharded inputs."""
         sizes = {size for tensor in self.flow.outputs[index] for size in self.trace.tensors[tensor].shape}
         return not any(
@@ -169,7 +169,7 @@ class CutStream:
             for item in self.positions.lengths_passed(index)
         )
 
-    def _receives_local_length(self, index: int) -> bool:
+    def receives_local_length(self, index: int) -> bool:
         """Return whether a call on whole values gets a length that was read from a sharded one."""
         return any(
             evaluate(item.origin, lambda t, d: self.local_size(t, d, index), lambda _: 1)
@@ -177,7 +177,7 @@ class CutStream:
             for item in self.positions.lengths_passed(index)
         )
 
-    def _made_of(self, tensor: int, reader: int) -> set[int] | None:
+    def made_of(self, tensor: int, reader: int) -> set[int] | None:
         """The parameters a value was made of for this reader alone; None when someone else reads it too."""
         if self.trace.tensors[tensor].kind == "parameter":
             return {tensor}
@@ -187,7 +187,7 @@ class CutStream:
         parameters: set[int] = set()
         for source in self.flow.inputs[producer]:
             if source in self.flow.carries:
-                sources = None if self.positions.dims_of(source) else self._made_of(source, producer)
+                sources = None if self.positions.dims_of(source) else self.made_of(source, producer)
                 if sources is None:
                     return None
                 parameters |= sources
