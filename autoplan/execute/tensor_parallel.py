@@ -27,6 +27,7 @@ from autoplan.execute.dropout import SharedRandomness, draws_in_code
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
+from autoplan.execute.hooks.encoders import keep_dense
 from autoplan.execute.hooks.install import ModuleWork, install, keep_order
 from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
 from autoplan.execute.hooks.root import can_run_whole, install_root
@@ -172,6 +173,7 @@ def apply_plan(
         guard = guard_of(model, plan, path_guard, group, edits)
         for handle in (*_install_root(model, plan, running, guard), *watch_unrecorded(modules, plan.runtime, group)):
             undo.append(handle.remove)
+        undo.append(keep_dense(model))
         for module in modules.values():
             keep_order(module)
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)

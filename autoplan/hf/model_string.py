@@ -183,7 +183,9 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise SourceError(
             f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}",
-            hint="write 'package.module:function'; the module must be importable from here",
+            hint=f"write '{module_name[:-3].replace('/', '.')}:{function_name}'"
+            if module_name.endswith(".py")
+            else "write 'package.module:function'; the module must be importable from here",
         ) from error
     builder: Any = module
     for part in function_name.split("."):

@@ -14,8 +14,6 @@ KNOWN: dict[str, str] = {
     "makings/Ragged@tp2": "a sound model is refused: the rows of a nested tensor have no one size",
     "constrained/RowsRenormed@tp2": "a sound model is refused: weights that are replaced by .data are not split",
     "constrained/RowsRenormed@tp4": "as at tp 2",
-    "constrained/MasksOfPadding@tp2": "wrong at padded positions in eval mode without gradients: the fast path of "
-    "torch's encoder returns zeros there, and sharded layers do not take it",
 }
 
 # Cases whose end differs from run to run: they may fail, and need not.

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import textwrap
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -203,9 +203,18 @@ def facts_of(frame: FrameType) -> CodeFacts | None:
     entry = _facts.get(id(code))
     if entry is None:
         name = str(frame.f_globals.get("__name__", "?"))
-        facts = None if is_settled(name) or code.co_filename.startswith("<frozen") else _read(code, name)
+        followed = not is_settled(name) and not code.co_filename.startswith("<frozen")
+        facts = _read(code, _imported_as(name, frame.f_globals)) if followed else None
         entry = _facts[id(code)] = (code, facts)
     return entry[1]
+
+
+def _imported_as(name: str, variables: Mapping[str, Any]) -> str:
+    """Return the name by which others import a script that is run, or that a started process runs again."""
+    if name not in ("__main__", "__mp_main__") or "__file__" not in variables:
+        return name
+    spec = variables.get("__spec__")
+    return Path(variables["__file__"]).stem if spec is None else str(spec.name)
 
 
 def is_settled(module: str) -> bool:
@@ -240,7 +249,7 @@ def _read(code: CodeType, module: str) -> CodeFacts:
                 asking.append(op.offset)
     return CodeFacts(
         code,
-        f"{module}:{code.co_qualname}:{code.co_firstlineno}",
+        f"{module}:{code.co_qualname}",
         f"{PYTHON}:{_digest(_compiled(code))[:8]}",
         tuple(instruction.offset for instruction in instructions),
         going_on,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -354,8 +355,13 @@ def _written(ways: set[str]) -> str:
 
 
 def ways_of(paths: Iterable[SeenCode]) -> Ways:
-    """Return the ways that a plan holds; the inverse of `seen_code`."""
-    return {(path.place, path.code, owner): set(path.ways.split()) for path in paths for owner in path.owners or ("",)}
+    """Return the ways that a plan holds; the inverse of `seen_code`. Older plans add a line to the place."""
+    ways: Ways = {}
+    for path in paths:
+        for owner in path.owners or ("",):
+            key = re.sub(r":\d+$", "", path.place), path.code, owner
+            ways.setdefault(key, set()).update(path.ways.split())
+    return ways
 
 
 def added(ways: Ways, more: Ways) -> Ways:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -223,3 +224,47 @@ def test_ways_go_along_in_files(tmp_path: Path) -> None:
     _, plan = planned(CASES["a flag"])
     plan.save(tmp_path / "plan.yaml")
     assert plan.paths and autoplan.load_plan(tmp_path / "plan.yaml").paths == plan.paths
+
+
+SCRIPT = """
+import sys, torch, autoplan
+from autoplan.check.ranks.run import run_ranks
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+def on_rank(rank):
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return autoplan.parallelize(Net(), mesh, sys.argv[1])(torch.ones(2, 8)).shape
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        autoplan.plan(Net(), tp_size=2, inputs={"x": torch.ones(2, 8)}).save(sys.argv[1])
+    print(run_ranks(on_rank, 2))
+"""
+
+
+@pytest.mark.parametrize("planned_by", ["an import", "the script"])
+def test_a_plan_serves_a_script_that_is_run(planned_by: str, tmp_path: Path) -> None:
+    (tmp_path / "script_of_mine.py").write_text(SCRIPT)
+    command = [sys.executable, "script_of_mine.py", "plan.yaml"]
+    if planned_by == "an import":
+        code = "import torch, autoplan, script_of_mine as s; "
+        code += "autoplan.plan(s.Net(), tp_size=2, inputs={'x': torch.ones(2, 8)}).save('plan.yaml')"
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    else:
+        subprocess.run([*command, "now"], cwd=tmp_path, check=True)
+        command = [
+            sys.executable,
+            "-c",
+            "import sys, script_of_mine as s; print(s.run_ranks(s.on_rank, 2))",
+            "plan.yaml",
+        ]
+    ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert ran.stdout.count("torch.Size([2, 8])") == 2
