@@ -151,7 +151,7 @@ def test_calls_with_padding_and_without_are_planned() -> None:
     model = Padded().eval()
     plan = autoplan.plan(model, 2)
     assert plan.proof.ok and plan.fed[0].given == "ids below 40 but 1 [2, 10]", plan.fed
-    assert plan.fed[0].also == "ids below 40 that end in 1 [3, 12]"
+    assert plan.fed[0].also == "ids below 40 that end in 1 [3, 13]"
     plain = torch.randint(2, 40, (2, 7))
     for tokens in (plain, plain.index_fill(1, torch.tensor([6]), 1)):
         report = autoplan.verify(model, plan, inputs={"tokens": tokens})
