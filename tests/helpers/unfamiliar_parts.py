@@ -175,6 +175,19 @@ class Besides(nn.Module):
         return self.top(torch.cat([self.bottom(dense_x), *bags], 1))
 
 
+class Rows(nn.Module):
+    """A row of ids for each of a list of modules, asked for by its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(50, 16) for _ in range(4))
+        self.bottom, self.top = nn.Linear(13, 16), nn.Linear(80, 1)
+
+    def forward(self, dense, sparse):
+        looked_up = [table(sparse[i]) for i, table in enumerate(self.tables)]
+        return self.top(torch.cat([self.bottom(dense), *looked_up], 1))
+
+
 class Pictures(nn.Module):
     """Pictures in a list, each without a batch: three maps without channels would pass for one picture."""
 
@@ -229,6 +242,6 @@ PARTS = {
     one.__name__: one
     for one in (
         Rays, Asserted, InATuple, Variables, Squares, WithTargets, Chosen, Acts, InRange, Forecast, Depth, Besides,
-        Pictures, Cells, Skips, Levels,
+        Rows, Pictures, Cells, Skips, Levels,
     )
 }  # fmt: skip

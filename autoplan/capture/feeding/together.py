@@ -65,8 +65,12 @@ def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
     for dim, size in demand.sizes if demand is not None and isinstance(tensor, torch.Tensor) else ():
         if -tensor.dim() <= dim < tensor.dim() and (have := tensor.shape[dim]):
             pairs += [(length, size * length // have) for length in lengths if size * length % have == 0]
-    modules = {len(own) for own in model.modules() if isinstance(own, torch.nn.ModuleList)} if lengths else set()
+    modules = {len(own) for own in model.modules() if isinstance(own, torch.nn.ModuleList)}
     pairs += [(have, count) for have in lengths for count in sorted(modules - lengths)]  # iterated beside modules
+    for path, leaf in state.among(failure.blamed if "out of bounds for dimension 0" in failure.text else ()):
+        if leaf.is_tensor and leaf.shape[:1] == (BATCH,) and len(leaf.shape) > 1:  # a row for each of them
+            rows = (count for count in sorted(modules) if count > leaf.sizes(state.sizes)[0])
+            yield from (state.with_want(path, replace(leaf, shape=(n, BATCH, *leaf.shape[2:]))) for n in rows)
     for have, want in pairs:
         if have != want and have in lengths:
             yield from longer(state, want)
