@@ -291,7 +291,7 @@ def made_anew(plan: Plan) -> str:
     sizes = {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
     along = plan.sequence_parallel and plan.cp_size == 1
     return (
-        f"autoplan plan {plan.model} {' '.join(f'--{name} {size}' for name, size in sizes.items())}"
+        f"autoplan plan MODEL {' '.join(f'--{name} {size}' for name, size in sizes.items())}"
         f"{' --sequence-parallel' * along} -o FILE, or in Python "
         f"autoplan.plan(model, {', '.join(f'{name}_size={size}' for name, size in sizes.items())}).save(FILE)"
     )
