@@ -10,8 +10,7 @@ TORCH  ?= $(shell grep '^torch==' $(LOCK))
 
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
-# Nothing is compiled before it is imported: that is a minority of the files, and compiling all keeps one core busy.
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
 # Of what pip says, what it fetches (with sizes) and installs; pip's exit code counts.
 SHELL  := bash
 .SHELLFLAGS := -o pipefail -c

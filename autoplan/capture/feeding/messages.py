@@ -42,7 +42,7 @@ _EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or e
 _DRAWN = re.compile(
     r"broadcastable with batch_shape\+event_shape: torch.Size\(\[[\d, ]*\]\) vs torch.Size\(\[([\d, ]*)\]\)"
 )
-_OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
+_OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension (?P<dim>\d+) with size (?P<size>\d+)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _ASKED = re.compile(r"[Ee]xpected (\d+),? (?:but )?got (\d+)")
 _BATCHED = re.compile(r"of batch2 tensor to be: \[\d+, (\d+)\] but got: \[\d+, (\d+)\]")
@@ -238,6 +238,12 @@ def _range(failure: Failure) -> Iterator[State]:
         yield state.with_size("length", shorter)
 
 
+def row_missing(failure: Failure) -> bool:
+    """Return whether a tensor was asked for more rows than it has."""
+    outside = _OUTSIDE.search(failure.text)
+    return outside is not None and outside["dim"] == "0"
+
+
 def _sizes(failure: Failure) -> Iterator[State]:
     """Yield states in which sizes that the message names are replaced by other numbers in it."""
     yield from _shorter(failure)
@@ -248,7 +254,7 @@ def _sizes(failure: Failure) -> Iterator[State]:
     sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
     outside = _OUTSIDE.search(failure.text)
     if outside and int(outside[1]) >= 0:
-        yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
+        yield from resized(state, paths, int(outside["size"]), int(outside[1]) + 1)
     for have, want in _BATCHED.findall(failure.text):
         yield from resized(state, failure.blamed, int(have), int(want))
     expected = _ASKED.search(failure.text)
