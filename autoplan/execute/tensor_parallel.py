@@ -171,9 +171,9 @@ def apply_plan(
         for name, work in works.items():
             undo.append(install(modules[name], work, running).stop)
         guard = guard_of(model, plan, path_guard, group, edits)
-        for handle in (*_install_root(model, plan, running, guard), *watch_unrecorded(modules, plan.runtime, group)):
+        root = _install_root(model, plan, running, guard)
+        for handle in (*root, *watch_unrecorded(modules, plan.runtime, group), *keep_dense(model)):
             undo.append(handle.remove)
-        undo.append(keep_dense(model))
         for module in modules.values():
             keep_order(module)
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)

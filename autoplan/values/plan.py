@@ -72,10 +72,11 @@ class MadeFor:
 class SeenCode:
     """A function that ran, and the directions in which its branches went.
 
-    `place`: "package.module:Class.forward". `code`: the Python that compiled it, and a hash of what it compiled.
-    `ways`: for each branch the offset of its instruction with "+" (it went on) or "-" (it jumped); the offset alone of
-    a handler of exceptions; "offset>hash" for a call of another such function. `owners`: modules where these are all
-    the ways that it went, with the offsets of calls that led to it; none: all ways anywhere.
+    `place`: "package.module:Class.forward"; lambdas and functions inside of others, which share names, add their first
+    line. `code`: the Python that compiled it, and a hash of what it compiled. `ways`: for each branch the offset of its
+    instruction with "+" (it went on) or "-" (it jumped); the offset alone of a handler of exceptions; "offset>hash" for
+    a call of another such function. `owners`: modules where these are all the ways that it went, with the offsets of
+    calls that led to it; none: all ways anywhere.
     """
 
     place: str

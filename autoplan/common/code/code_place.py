@@ -249,7 +249,7 @@ def _read(code: CodeType, module: str) -> CodeFacts:
                 asking.append(op.offset)
     return CodeFacts(
         code,
-        f"{module}:{code.co_qualname}",
+        f"{module}:{code.co_qualname}" + (f":{code.co_firstlineno}" if "<" in code.co_qualname else ""),
         f"{PYTHON}:{_digest(_compiled(code))[:8]}",
         tuple(instruction.offset for instruction in instructions),
         going_on,

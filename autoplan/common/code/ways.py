@@ -355,11 +355,12 @@ def _written(ways: set[str]) -> str:
 
 
 def ways_of(paths: Iterable[SeenCode]) -> Ways:
-    """Return the ways that a plan holds; the inverse of `seen_code`. Older plans add a line to the place."""
+    """Return the ways that a plan holds; the inverse of `seen_code`. Older plans add a line to every place."""
     ways: Ways = {}
     for path in paths:
         for owner in path.owners or ("",):
-            key = re.sub(r":\d+$", "", path.place), path.code, owner
+            place = path.place if "<" in path.place else re.sub(r":\d+$", "", path.place)
+            key = place, path.code, owner
             ways.setdefault(key, set()).update(path.ways.split())
     return ways
 

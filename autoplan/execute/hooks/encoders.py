@@ -6,11 +6,12 @@ cannot take, and leaves zeros at the others. Sharded layers get dense tensors; t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.torch_internals import DisableTorchFunction, forward_hooks
@@ -19,17 +20,15 @@ from autoplan.execute.hooks.install import Hooks
 _NAMES = ("src", "mask", "src_key_padding_mask")
 
 
-def keep_dense(model: nn.Module) -> Callable[[], None]:
-    """Keep the stacks dense whose layers have hooks; return what undoes it."""
-    handles = []
+def keep_dense(model: nn.Module) -> Iterator[RemovableHandle]:
+    """Keep the stacks dense whose layers have hooks; yield the handles of the hooks that do it."""
     stacks = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor)
     for stack in stacks:
         if any(hooks for inner in stack.layers.modules() for hooks in forward_hooks(inner)):
-            dense, last = _Dense(), list(stack.layers)[-1]
-            handles.append(stack.register_forward_pre_hook(dense.begin, with_kwargs=True))
-            handles.append(last.register_forward_hook(dense.put_zeros))
-            handles.append(stack.register_forward_hook(dense.end, always_call=True))
-    return lambda: [handle.remove() for handle in handles].clear()
+            dense = _Dense()
+            yield stack.register_forward_pre_hook(dense.begin, with_kwargs=True)
+            yield list(stack.layers)[-1].register_forward_hook(dense.put_zeros)
+            yield stack.register_forward_hook(dense.end, always_call=True)
 
 
 class _Dense(Hooks):
