@@ -113,7 +113,7 @@ def test_an_edited_plan_is_refused(name: str) -> None:
     said = refusal(data, made.build())
     assert "plan" in said
     if "was edited" in said:
-        assert "LlamaForCausalLM --tp 2 " in said and "autoplan.plan(model, tp_size=2)" in said and "should" in said
+        assert "autoplan plan MODEL --tp 2 " in said and "autoplan.plan(model, tp_size=2)" in said and "should" in said
 
 
 def test_without_the_second_derivation_an_edit_is_silently_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_another_number_of_heads_is_noticed() -> None:
 def test_other_code_with_the_same_weights_is_noticed() -> None:
     plan = autoplan.plan(Mlp(), 2, inputs=X, prove="none")
     said = refusal(plan_to_dict(plan), Mixed())
-    assert "made for other code or other sizes" in said and "Mlp --tp 2" in said
+    assert "made for other code or other sizes" in said and "MODEL --tp 2" in said
 
 
 def test_what_does_not_steer_the_code_changes_nothing() -> None:
