@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.callflow import CallFlow, Placement
+from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Placement
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.shards import Shards
 from autoplan.common.patterns import holders
@@ -20,7 +20,8 @@ from autoplan.values import AllReduceGradient, Boundary, Constant, Side, Trace
 
 def returned(trace: Trace) -> tuple[tuple[Any, ...], ...]:
     """Return the paths of the tensors that the model returned."""
-    return tuple(dict.fromkeys(path for v in trace.visits if v.module == "" for path, _ in v.outputs))
+    paths = (path for visit in trace.visits if visit.module == "" for path, _ in visit.outputs)
+    return tuple(dict.fromkeys(path for path in paths if UNRETURNED not in path))
 
 
 def given(trace: Trace) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from autoplan.values.reasons import NotPlaced
 # Module visits tell where hooks can sit: a value that leaves or enters a module can be changed there for all readers
 # beyond. Only differentiable values matter; an in-place call produces its target again.
 
+UNRETURNED = "logits of a loss"  # in the path of logits that are analysed as if the model returned them
+
 
 class Crossing(NamedTuple):
     """A value that crosses a module's boundary: the visit, the path in its inputs or outputs, its range of calls."""

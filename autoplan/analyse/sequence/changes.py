@@ -39,6 +39,7 @@ class SequencePlacement:
     dropped: set[tuple[Crossing, str]] = field(default_factory=set)
     summed_back: set[tuple[Crossing, str]] = field(default_factory=set)  # gradients that must be summed, too
     heads: dict[Crossing, int] = field(default_factory=dict)  # where modules return what the model returns cut
+    unreturned: set[Crossing] = field(default_factory=set)  # of these: where the model returns a loss only
     picked: dict[Crossing, int] = field(default_factory=dict)  # and where it comes from, before positions are picked
     # and where projections run on own positions (exchange.py): what is shown as whole, what is exchanged (the dims of
     # positions and of pieces, and their layout), what no longer happens, and what is read whole

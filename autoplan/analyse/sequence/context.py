@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
+from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.changes import Refused, SequencePlacement
 from autoplan.common.patterns import is_under
 from autoplan.values import AllReduce, AllReduceGradient, ScaleGradient
@@ -28,7 +28,9 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     cut.summed_parameters |= walk.parameters
     summing = {key for key in cut.gathers if any(is_under(name, key[0].module) for name in cut.summing)}
     cut.partial_gathers = {*walk.gathered_in_all_runs(), *summing}
-    cut.heads = dict(walk.heads())
+    for root, head, dim in walk.heads():
+        cut.heads[head] = dim
+        cut.unreturned |= {head} if UNRETURNED in root.path else set()
     cut.picked = dict(walk.picked(cut.heads))
     cut.scaled = set(walk.scaled)
     cut.summed_back |= set(walk.given_alone())
@@ -172,8 +174,8 @@ class _Outside:
         entries = (crossing for tensor in self.seen for crossing in self.flow.entering.get(tensor, ()))
         yield from ((c, "input") for c in entries if c.module and self.trace.visits[c.visit].parent is None)
 
-    def heads(self) -> Iterator[tuple[Crossing, int]]:
-        """Yield where a module returns sharded what the model returns, alone or after elementwise calls."""
+    def heads(self) -> Iterator[tuple[Crossing, Crossing, int]]:
+        """Yield where the model returns, and where a module does, what is sharded, alone or after elementwise calls."""
         for (crossing, side), dim in self.cut.gathers.items():
             tensor = self.flow.tensor_at(crossing, side)
             while crossing.module == "":
@@ -181,7 +183,7 @@ class _Outside:
                     break
                 within = _outermost(c for c in self.flow.leaving.get(tensor, ()) if c.module)
                 if within:
-                    yield from ((c, dim) for c in within)
+                    yield from ((crossing, c, dim) for c in within)
                     break
                 sources = [t for t in self.flow.inputs[self.flow.producer.get(tensor, -1)] if t in self.cut.values]
                 if tensor not in self.flow.producer or len(sources) != 1:

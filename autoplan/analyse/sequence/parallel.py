@@ -21,7 +21,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
+from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.changes import HaloAt, Refused, SequencePlacement
 from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
@@ -194,7 +194,8 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
     for key, dim in cut.scatters.items():
         moved(OwnPositions if key in cut.own else ScatterSequence, key, dim)
     for key, dim in cut.gathers.items():
-        moved(AllGatherSequenceSumGradient if key in cut.partial_gathers else AllGatherSequence, key, dim)
+        if UNRETURNED not in key[0].path:
+            moved(AllGatherSequenceSumGradient if key in cut.partial_gathers else AllGatherSequence, key, dim)
     for key, dim in cut.shown.items():
         moved(WholeLength, key, dim)
     for key, (dim, feature, layout) in cut.exchanges.items():
@@ -204,10 +205,11 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         moved(Halo, (crossing, "input"), halo.dim, before, halo.output, halo.output_dim, after)
     for crossing, dim in cut.returned_shards.items():
         moved(NoteShard, (crossing, "output"), dim)
-    for kind, crossings in ((LogitsOfPositions, cut.heads), (AllGatherPicked, cut.picked)):
-        for crossing, dim in crossings.items():
-            name = next(cut.names[c] for c, _ in cut.gathers if c.module == "")
-            add(kind, (crossing, "output"), dim, name)
+    logits = next((cut.names[c] for c, _ in cut.gathers if c.module == ""), None)
+    for crossing, dim in cut.heads.items():
+        add(LogitsOfPositions, (crossing, "output"), dim, logits, crossing not in cut.unreturned)
+    for crossing, dim in cut.picked.items():
+        add(AllGatherPicked, (crossing, "output"), dim, logits)
     for key in sorted(cut.summed_back, key=str):
         add(AllReduceGradient, key)
     for crossing in sorted(cut.scaled, key=str):

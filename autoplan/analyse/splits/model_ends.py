@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement, Refusal
+from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Crossing, Placement, Refusal
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands
 from autoplan.analyse.splits.special import branch_weights
@@ -279,7 +279,8 @@ def head_sites(
         if _is_logits(tensor, dim, shards, vocabulary):
             crossing_of_head = _head_crossing(tensor, flow, shards)
             assert crossing_of_head is not None
-            heads[SplitLogits(crossing_of_head.module, layout.size, back, (path,))] = None
+            returned = () if UNRETURNED in path else (path,)
+            heads[SplitLogits(crossing_of_head.module, layout.size, back, returned)] = None
         else:
             gathers[AllGather(module, "output", path, back, str(layout))] = None
     return tuple(heads), _of_every_block(tuple(gathers), trace)
@@ -354,6 +355,8 @@ def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
     shapes: dict[tuple[Any, ...], OutputShape] = {}
     for visit in trace.visits:
         for path, tensor in visit.outputs if visit.module == "" else ():
+            if UNRETURNED in path:
+                continue
             sizes = trace.tensors[tensor].shape
             terms = enumerate(axes.of(tensor))
             features = tuple((dim, sizes[dim]) for dim, term in terms if sizes[dim] != 1 and find(term) in axes_made)

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.packed import Demands
 from autoplan.axes.terms import find, leaves
@@ -117,27 +117,39 @@ def _read_for(losses: set[int], trace: Trace) -> set[int]:
 
 
 def _with_logits(trace: Trace) -> Trace:
-    """Return the trace as if a run that returns a loss only had returned the logits that other runs return."""
-    made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in call.results}
+    """Return the trace as if a run that returns a loss only had returned the logits, too: where other runs return
+    them, or else at `UNRETURNED`."""
+    made_by = _makers(trace)
     runs = [visit for visit in trace.visits if visit.module == ""]
     returned: dict[Any, tuple[Any, ...]] = {}  # by the place in the code where they are made: where they are returned
     for visit in runs:
         places = _places_in(visit, trace)
         returned |= {places[made_by[t]]: path for path, t in visit.outputs if made_by.get(t) in places}
     visits = list(trace.visits)
+    known = {tensor for visit in runs for _, tensor in visit.outputs}
+    handed = {tensor for visit in trace.visits if visit.parent is not None for _, tensor in visit.outputs}
     for at, visit in enumerate(trace.visits):
-        places = _places_in(visit, trace) if visit.module == "" and len(runs) > 1 else {}
+        places = _places_in(visit, trace) if visit.module == "" else {}
         outputs = dict(visit.outputs)
         for number in places:
             if not call_record(trace.calls[number].name).loss_of_columns:
                 continue
-            made = {places.get(made_by.get(t, -1)): t for t in _shown_in(trace.calls[number], trace, made_by)}
+            shown = [t for t in _shown_in(trace.calls[number], trace, made_by) if t in made_by]
+            made = {places.get(made_by[t]): t for t in shown}
             place = next((place for place in made if place in returned), None)
             path = returned.get(place, ())
             scalar = path in outputs and not trace.tensors[outputs[path]].shape
             if place is not None and (scalar or (path not in outputs and all(isinstance(p[0], str) for p in outputs))):
-                visits[at] = replace(visit, outputs=(*visit.outputs, (path, made[place])))
+                visits[at] = replace(visits[at], outputs=(*visits[at].outputs, (path, made[place])))
+            elif place is None and shown and known.isdisjoint(shown) and shown[-1] in handed:
+                visits[at] = replace(visits[at], outputs=(*visits[at].outputs, ((UNRETURNED, number), shown[-1])))
     return replace(trace, visits=tuple(visits))
+
+
+def _makers(trace: Trace) -> dict[int, int]:
+    """Return the first call that returns each tensor: later ones return it as it was given (`x.float()`)."""
+    calls = reversed(list(enumerate(trace.calls)))
+    return {tensor: number for number, call in calls for tensor in call.results}
 
 
 def _places_in(run: ModuleVisit, trace: Trace) -> dict[int, tuple[Any, ...]]:
@@ -155,7 +167,7 @@ def _places_in(run: ModuleVisit, trace: Trace) -> dict[int, tuple[Any, ...]]:
 def _losses(trace: Trace) -> set[int]:
     """Return the calls of such losses, of values only they read, and of their results; none if others join those."""
     returned = {tensor for visit in trace.visits if visit.module == "" for _, tensor in visit.outputs}
-    made_by = {tensor: number for number, call in enumerate(trace.calls) for tensor in call.results}
+    made_by = _makers(trace)
     losses: set[int] = set()
     ways: set[int] = set()
     lost: set[int] = set()

@@ -38,6 +38,7 @@ from autoplan.values import (
     AttendAcross,
     Boundary,
     Exchange,
+    LogitsOfPositions,
     Plan,
     ReduceScatterSequence,
     Runtime,
@@ -116,6 +117,8 @@ class Root(Hooks):
         self.unseen = UnseenOutputs(seen.outputs, seen.shapes, self.names, running.group)
         self.unseen.partial = running.context
         self.target_words = conventions().target_words
+        own = seen.of(LogitsOfPositions)
+        self.returns_loss = any(not head.outputs for head in heads) or any(not logits.returned for logits in own)
         self.given = seen.given  # the arguments that the plan has seen
         self.unsummed = seen.unsummed  # those of which the plan sums no gradient
         self.guard = guard
@@ -155,7 +158,7 @@ class Root(Hooks):
         # names) that read its logits, which must then be SplitLogits.
         tensors = {name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         strange = tensors - set(self.given) if self.given and not quiet else set()
-        loss = bool(targets) or (bool(strange) and (bool(self.heads) or self.running.context))
+        loss = self.returns_loss or bool(targets) or (bool(strange) and (bool(self.heads) or self.running.context))
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
         in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())

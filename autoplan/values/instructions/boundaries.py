@@ -272,7 +272,12 @@ class Halo(SequenceBoundary):
 
 @instruction
 class LogitsOfPositions(SequenceBoundary):
-    """Logits of a rank's own positions, from which the model goes on to compute its own loss."""
+    """Logits of a rank's own positions, from which the model goes on to compute its own loss.
+
+    `returned`: whether the model returns them, too, and computes a loss in calls with targets only.
+    """
+
+    returned: bool = True
 
     takes, gives = Spread.SEQUENCE_SHARD, Spread.SEQUENCE_SHARD
     says = "{what} holds the rank's own positions, and the loss is computed on those"

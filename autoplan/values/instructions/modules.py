@@ -39,7 +39,8 @@ class VocabularyTable(AroundModule):
 class SplitLogits(AroundModule):
     """A vocabulary head, whose output of `columns` along `dim` stays sharded until the model returns it at `outputs`.
 
-    There it is a DTensor, or gathered if requested; a loss in the model's own forward is computed from the shards.
+    There it is a DTensor, or gathered if requested; a loss in the model's own forward is computed from the shards. The
+    model of a head without `outputs` returns nothing but such a loss.
     """
 
     columns: int
