@@ -116,7 +116,7 @@ def solve(
     `demands` are what a handwritten plan leaves to decide. `context`: split only the axes that calls which mix
     positions treat independently (heads). `gathered`: see Capabilities.
     """
-    trace = without_own_loss(trace)
+    trace = without_own_loss(trace, context)
     flow = CallFlow(trace, blocks=chain.from_iterable(sequence_stacks or ()))
     axes, refusals = infer_axes(trace), list[AxisWhole]()
     if context:

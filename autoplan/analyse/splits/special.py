@@ -84,10 +84,11 @@ def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
 # as does one that is added to something else: that sum would be lost.
 
 
-def without_own_loss(trace: Trace) -> Trace:
-    """Return the trace as if the model had returned its logits and computed no loss from them."""
-    recorded, trace = trace, _with_logits(trace)
-    taken = _losses(trace)
+def without_own_loss(trace: Trace, context: bool) -> Trace:
+    """Return the trace as if the model had returned its logits and computed no loss from them. With `context`, these may
+    be a product of the model's own code: such code runs on own positions."""
+    recorded, trace = trace, _with_logits(trace, context)
+    taken = _losses(trace, context)
     if not taken:
         return recorded
     ops, calls = list(trace.ops), list(trace.calls)
@@ -116,7 +117,7 @@ def _read_for(losses: set[int], trace: Trace) -> set[int]:
     return {tensor for tensor, by in readers.items() if by and by <= gone}
 
 
-def _with_logits(trace: Trace) -> Trace:
+def _with_logits(trace: Trace, context: bool) -> Trace:
     """Return the trace as if a run that returns a loss only had returned the logits, too: where other runs return
     them, or else at `UNRETURNED`."""
     made_by = _makers(trace)
@@ -127,7 +128,7 @@ def _with_logits(trace: Trace) -> Trace:
         returned |= {places[made_by[t]]: path for path, t in visit.outputs if made_by.get(t) in places}
     visits = list(trace.visits)
     known = {tensor for visit in runs for _, tensor in visit.outputs}
-    handed = {tensor for visit in trace.visits if visit.parent is not None for _, tensor in visit.outputs}
+    handed = _Handed(trace, made_by, context)
     for at, visit in enumerate(trace.visits):
         places = _places_in(visit, trace) if visit.module == "" else {}
         outputs = dict(visit.outputs)
@@ -144,6 +145,25 @@ def _with_logits(trace: Trace) -> Trace:
             elif place is None and shown and known.isdisjoint(shown) and shown[-1] in handed:
                 visits[at] = replace(visits[at], outputs=(*visits[at].outputs, ((UNRETURNED, number), shown[-1])))
     return replace(trace, visits=tuple(visits))
+
+
+class _Handed:
+    """Values that a module hands to the model's own code, which may have changed them since. With `context`, this code
+    may multiply them by weights, too."""
+
+    def __init__(self, trace: Trace, made_by: dict[int, int], context: bool) -> None:
+        self.trace, self.made_by, self.context = trace, made_by, context
+        self.outputs = {tensor for visit in trace.visits if visit.parent is not None for _, tensor in visit.outputs}
+
+    def __contains__(self, tensor: int) -> bool:
+        while tensor not in self.outputs and tensor in self.made_by:
+            call = self.trace.calls[self.made_by[tensor]]
+            product = call_record(call.name).product
+            if product is not None and not self.context:
+                return False
+            values = [t for t in call.reads if self.trace.tensors[t].kind != "parameter"]
+            tensor = next(iter(values), -1)
+        return tensor in self.outputs
 
 
 def _makers(trace: Trace) -> dict[int, int]:
@@ -164,10 +184,11 @@ def _places_in(run: ModuleVisit, trace: Trace) -> dict[int, tuple[Any, ...]]:
     return places
 
 
-def _losses(trace: Trace) -> set[int]:
+def _losses(trace: Trace, context: bool) -> set[int]:
     """Return the calls of such losses, of values only they read, and of their results; none if others join those."""
-    returned = {tensor for visit in trace.visits if visit.module == "" for _, tensor in visit.outputs}
     made_by = _makers(trace)
+    handed = _Handed(trace, made_by, context)
+    returned = {t for visit in trace.visits if visit.module == "" for _, t in visit.outputs if t in handed}
     losses: set[int] = set()
     ways: set[int] = set()
     lost: set[int] = set()
