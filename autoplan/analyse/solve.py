@@ -109,14 +109,17 @@ def solve(
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     context: bool = False,
     gathered: Collection[HookKind] | None = None,
+    own_loss: bool = False,
 ) -> Solution:
     """Analyse a trace and decide its splits at `tp`. `scoped=False` refuses what hooks and integer edits cannot do.
 
     With `sequence_stacks` (the blocks of every stack) the stream between split regions is sharded along the sequence.
     `demands` are what a handwritten plan leaves to decide. `context`: split only the axes that calls which mix
-    positions treat independently (heads). `gathered`: see Capabilities.
+    positions treat independently (heads). `gathered`: see Capabilities. `own_loss`: a loss of logits that the
+    model does not return needs all of them.
     """
-    trace = without_own_loss(trace, context)
+    recorded, own_demands = trace, demands
+    trace = without_own_loss(trace, context, own_loss)
     flow = CallFlow(trace, blocks=chain.from_iterable(sequence_stacks or ()))
     axes, refusals = infer_axes(trace), list[AxisWhole]()
     if context:
@@ -133,6 +136,11 @@ def solve(
     if sequence_stacks is not None:
         cut = done.shards, flow, done.placement, sequence_stacks
         sequence = place_sequence(*cut, context=context, rewritten=rewritten, gathered=gathered)
+        if context and sequence.refused and not own_loss and trace is not recorded:
+            return solve(
+                recorded, tp, scoped=scoped, demands=own_demands, sequence_stacks=sequence_stacks, context=True,
+                gathered=gathered, own_loss=True,
+            )  # fmt: skip
     return replace(_solution(trace, flow, done, tp, refusals, sequence, legal, demands), parted=parted)
 
 

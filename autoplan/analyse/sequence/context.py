@@ -28,9 +28,13 @@ def leave_partial(flow: CallFlow, placement: Placement, cut: SequencePlacement) 
     cut.summed_parameters |= walk.parameters
     summing = {key for key in cut.gathers if any(is_under(name, key[0].module) for name in cut.summing)}
     cut.partial_gathers = {*walk.gathered_in_all_runs(), *summing}
+    alone = {root for root, _ in cut.gathers if UNRETURNED in root.path}
     for root, head, dim in walk.heads():
         cut.heads[head] = dim
         cut.unreturned |= {head} if UNRETURNED in root.path else set()
+        alone.discard(root)
+    if alone:
+        raise Refused(WholeSequence("shared-value"))  # then the loss is one of all logits
     cut.picked = dict(walk.picked(cut.heads))
     cut.scaled = set(walk.scaled)
     cut.summed_back |= set(walk.given_alone())
