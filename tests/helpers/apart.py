@@ -23,6 +23,7 @@ def run_apart(folder: Path, *calls: tuple[Any, ...]) -> Ended:
     for process in processes:
         process.join(300)
         process.kill()
+        process.join()
     said = "".join((folder / f"output{number}.txt").read_text() for number in range(len(calls)))
     return Ended(calls, max(abs(process.exitcode) for process in processes), said, said)
 
