@@ -11,7 +11,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from autoplan.check.ranks.common import PRELOADED
 from autoplan.common.requirements import VersionError
 
 os.environ.pop("COLUMNS", None)
@@ -29,6 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Ranks of tests with other libraries come from a server that has imported these, too."""
+    from autoplan.check.ranks.common import PRELOADED  # torch and transformers: not in the process that deals tests out
+
     if any(item.get_closest_marker("hosts") for item in session.items):
         PRELOADED.extend(name for name in ("accelerate", "transformers.trainer", "peft", "trl") if find_spec(name))
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from corpus.toys import GOOD, Attention, decoder, torch_styles
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoplan
-from autoplan.check.audit.gate import refuse_wrong
+from autoplan.check.audit.gate import refuse_disproven, refuse_wrong
 from autoplan.check.ranks.run import run_processes
+from autoplan.check.verify.on_ranks import cut_together, wrong_cuts
 from autoplan.common.errors import AutoplanError, PlanRefusedError
 from autoplan.hf.source import resolve
+from autoplan.values import Finding
 
 torch.set_num_threads(1)
 UNSUMMED = GOOD  # right for the plain decoder, and silently wrong where queries and keys have norms of their own
@@ -74,7 +79,7 @@ def test_a_foreign_dict_is_audited_first() -> None:
 
 def test_only_wrong_plans_are_refused(tmp_path: Path) -> None:
     source = resolve(model_of("norms"))
-    for plan in (UNSUMMED, torch_styles(UNSUMMED)(None), "corpus.toys:GOOD"):
+    for plan in (UNSUMMED, torch_styles(UNSUMMED)(None)):
         with pytest.raises(PlanRefusedError, match=r"(?s)gradients: .*_norm.*off by.*check=False"):
             refuse_wrong(source, plan, 2)
     file = tmp_path / "plan.yaml"
@@ -82,7 +87,7 @@ def test_only_wrong_plans_are_refused(tmp_path: Path) -> None:
     plain = resolve(model_of("plain"))
     with pytest.raises(PlanRefusedError, match="pairing"):
         refuse_wrong(plain, file, 2)
-    assert all(finding.level == "warn" for finding in refuse_wrong(plain, GOOD, 2))
+    assert all(finding.level == "warn" for finding in refuse_wrong(plain, "corpus.toys:GOOD", 2))
 
 
 def test_plans_of_ours_are_not_foreign(tmp_path: Path) -> None:
@@ -97,3 +102,44 @@ def test_what_cannot_be_read_is_said_before_anything_is_tried() -> None:
     for plan, said in (("nowhere.PLAN", "no module named 'nowhere'"), ({"embed": "oddwise"}, "oddwise")):
         with pytest.raises(AutoplanError, match=said):
             refuse_wrong(resolve(model_of("plain")), plan, 2)
+
+
+# Cuts that are wrong are found by halves and kept whole; a plan that stays wrong is not applied.
+
+
+MODULES = [(name,) for name in "abcdefghijklmnop"]
+NAMES = st.sampled_from([name for (name,) in MODULES])
+
+
+@given(st.sets(NAMES, min_size=1))
+def test_cuts_that_are_wrong_each_by_itself(wrong: set[str]) -> None:
+    found = wrong_cuts(MODULES, lambda cut: not wrong.isdisjoint(cut), trials=100)
+    assert set(found) == wrong
+
+
+@given(st.sets(NAMES, min_size=2, max_size=2), st.integers(0, 12))
+def test_the_rest_is_always_right(pair: set[str], trials: int) -> None:
+    """Wrong together only, and few trials: more may stay whole, never less than is needed."""
+    found = wrong_cuts(MODULES, lambda cut: pair <= set(cut), trials)
+    assert not pair.isdisjoint(found)
+
+
+def test_few_trials_for_one_wrong_cut() -> None:
+    asked: list[tuple[str, ...]] = []
+    assert wrong_cuts(MODULES, lambda cut: asked.append(cut) or "k" in cut, trials=100) == ("k",)
+    assert len(asked) <= 8
+
+
+def test_what_shares_a_cut_is_one_suspect() -> None:
+    axes = ({"a", "c"}, {"b"}, {"d", "e"})
+    groups = cut_together("abcde", lambda whole: set().union(*(axis for axis in axes if whole not in axis)))
+    assert groups == [("a", "c"), ("b",), ("d", "e")]
+
+
+def test_a_plan_found_wrong_is_not_applied() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    plan = autoplan.plan(model, 2, inputs={"input": torch.randn(2, 8)})
+    wrong = replace(plan, findings=(Finding("proof", "error", "0", "on simulated ranks it differs"),))
+    refuse_disproven(plan)
+    with pytest.raises(PlanRefusedError, match="failed verification when it was made.*\n.*it differs"):
+        refuse_disproven(wrong)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from mesh_toys import clone
 from planted_faults import FAULTS
 from small_models import give_random_values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_sharding import Toy, sharding
+from transformers import LlamaConfig
 
 import autoplan
 from autoplan.check.ranks.run import run_processes
+from autoplan.check.verify import clone as clones
+from autoplan.check.verify.clone import MeshSizes, parse_mesh
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.verify import verify
+from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
+from autoplan.hf.source import Source
 from autoplan.values import DrawOnShards
 
 
@@ -238,3 +246,82 @@ class ClampsItsTemperature(nn.Module):
 def test_a_forward_that_writes_into_a_weight_is_compared_before_it_does() -> None:
     report = autoplan.verify(ClampsItsTemperature(), tp_size=2, inputs={"x": torch.randn(3, 8)})
     assert report.ok, report.findings
+
+
+# `verify` and the command line on meshes, and `autoplan layers`.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2"])
+def test_verify_covers_a_mesh(mesh: str) -> None:
+    report = autoplan.verify(clone("gpt2").model, mesh=mesh, checks=["parameters", "forward"])
+    assert report.ok and report.findings == ()
+    assert report.details["mesh"] == mesh
+    assert report.details["checked"] == ("parameters", "forward", "training", "training with checkpointing")
+    assert max(report.gradients.values()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "sizes"),
+    [
+        ("dp=2,tp=2", ("dp", "tp"), (2, 2)),
+        ("tp=2,dp=4", ("dp", "tp"), (4, 2)),
+        ("tp=2, dp_shard=1, dp_replicate=2", ("dp_replicate", "dp_shard", "tp"), (2, 1, 2)),
+        ("fsdp=3", ("fsdp",), (3,)),
+    ],
+)
+def test_meshes_are_written_as_text(text: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    assert parse_mesh(text) == MeshSizes(names, sizes)
+
+
+@pytest.mark.parametrize("text", ["dp", "dp=x", "dp=0", "cows=2", "dp=2,tp=-1"])
+def test_odd_meshes_are_refused(text: str) -> None:
+    with pytest.raises(AutoplanError, match="mesh"):
+        parse_mesh(text)
+
+
+def test_a_mesh_without_the_ranks_that_were_asked_for_is_refused() -> None:
+    with pytest.raises(AutoplanError, match="the mesh dp=3 has tp 1, tp_size is 2"):
+        autoplan.verify("llama", tp_size=2, mesh="dp=3")
+
+
+def test_layers_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["layers", "llama", "--json"])
+    (stack,) = json.loads(capsys.readouterr().out)
+    assert caught.value.code == 0
+    assert (stack["name"], stack["kind"], len(stack["fqns"])) == ("model.layers", "decoder", 32)
+
+
+# A plan needs one tiny clone: it is built and fed once, for the trial, the proof on its graph and verify.
+
+
+torch.set_num_threads(1)
+
+CONFIG = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8},
+}
+
+
+class Counted:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls: dict[str, int] = {}
+        for owner, name in ((Source, "tiny"), (clones, "feeds_at")):
+            patch.setattr(owner, name, self._counting(name, getattr(owner, name)))
+
+    def _counting(self, name: str, function: Any) -> Any:
+        def counting(*args: Any, **keywords: Any) -> Any:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return function(*args, **keywords)
+
+        return counting
+
+
+# at tp 8 each rank holds a single head: the clone is fitted to that, and tried on four ranks
+@pytest.mark.parametrize(("prove", "tp_size"), [("graph", 2), ("graph", 8), ("ranks", 2)])
+def test_one_clone_is_tried_recorded_and_verified(monkeypatch: pytest.MonkeyPatch, prove: Any, tp_size: int) -> None:
+    counted = Counted(monkeypatch)
+    plan = autoplan.plan(LlamaConfig(**CONFIG), tp_size, prove=prove)
+    assert plan.proof.ok and plan.proof.method == prove, plan.proof
+    assert counted.calls == {"tiny": 1, "feeds_at": 2}  # calls of two sizes

@@ -65,7 +65,7 @@ def test_the_choice_is_a_value(chosen: Choice) -> None:
 
 @pytest.fixture(scope="module")
 def long() -> Choice:
-    return choose(_llama(), gpus=4, memory="13GB", sequence=1 << 15, global_batch=4)
+    return choose(_llama(), gpus=2, memory="10GB", sequence=1 << 15, global_batch=2)
 
 
 def test_a_long_sequence_is_cut(long: Choice) -> None:
@@ -73,7 +73,7 @@ def test_a_long_sequence_is_cut(long: Choice) -> None:
     assert long.best.cp > 1 and not any(row.fits for row in long.rows if row.cp == row.tp == 1)
     best = long.best.estimate
     assert best.own_tokens * long.best.cp == best.sequence == 1 << 15
-    assert best.tokens == 4 << 15 and f"{best.own_tokens} tokens" in str(long.best)
+    assert best.tokens == 2 << 15 and f"{best.own_tokens} tokens" in str(long.best)
     assert long.script().count(f"cp_size={long.best.cp}") == 1 and long.plan.cp_size == long.best.cp
     alone = [row for row in long.rows if row.tp == row.estimate.batch == 1 and row.checkpointing is True]
     sizes = sorted({row.cp for row in alone}, reverse=True)  # what holds more than one that does not fit is left out
@@ -94,7 +94,7 @@ def test_one_micro_batch_may_fit_where_several_do_not() -> None:
 
 def test_nothing_fits() -> None:
     """What would be enough is: with as many it fits, and with one fewer not."""
-    asked: dict[str, Any] = {"memory": "1.55GB", "sequence": 256}
+    asked: dict[str, Any] = {"memory": "1.55GB", "sequence": 255}  # odd: not cut along
     found = choose(_llama(), gpus=1, **asked)
     assert not found.fits and found.enough is not None and found.enough > 2
     assert found.steps is not None
@@ -218,7 +218,7 @@ def test_an_audit_says_what_a_rank_needs(tmp_path: Path) -> None:
 
 
 def test_adapters_are_chosen_for_and_said() -> None:
-    found = choose(_llama(), gpus=2, sequence=128, train="lora", lora_rank=8, lora_targets="all-linear")
+    found = choose(_llama(), gpus=2, sequence=127, train="lora", lora_rank=8, lora_targets="all-linear")
     assert found.fits and "adapters of rank 8" in str(found)
     assert found.best.estimate.parts.optimizer < found.best.estimate.parts.weights / 10
     for carried_out in (lambda: found.plan, found.script):
@@ -245,7 +245,7 @@ def _of_eight_heads() -> Choice:
 
 def test_replicas_are_swept_over_all_that_fit() -> None:
     """Parameters lie on ever fewer ranks, with replicas between, until a rank's part does not fit."""
-    found = choose(_llama(), gpus=256, memory="2GB", sequence=128, global_batch=256)
+    found = choose(_llama(), gpus=256, memory="2GB", sequence=127, global_batch=256)
     shards = {row.mesh["dp_shard"] for row in found.rows if row.tp == 1 and row.fits}
     assert {256, 128, 64, 32, 16, 8} <= shards and 1 not in shards
     first = found.rows[0].estimate

@@ -24,7 +24,7 @@ from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 
 BATCH, LENGTH = 2, 64
-LLAMA = LlamaConfig(hidden_size=1024, intermediate_size=3584, num_hidden_layers=5, num_attention_heads=16,
+LLAMA = LlamaConfig(hidden_size=1024, intermediate_size=3584, num_hidden_layers=4, num_attention_heads=16,
                     num_key_value_heads=8, vocab_size=32000, dtype=torch.bfloat16)  # fmt: skip
 MIXTRAL = MixtralConfig(hidden_size=1024, intermediate_size=1792, num_hidden_layers=4, num_attention_heads=16,
                         num_key_value_heads=8, vocab_size=32000, num_local_experts=8, dtype=torch.bfloat16)  # fmt: skip

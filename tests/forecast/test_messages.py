@@ -24,7 +24,7 @@ from autoplan.forecast.sharded import group_names
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import resolve
 
-_LLAMA = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=8,
+_LLAMA = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8,
                      num_key_value_heads=4, vocab_size=256)  # fmt: skip
 _GPT2 = GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=256, n_positions=64)
 _T5 = T5Config(d_model=64, d_ff=96, d_kv=16, num_heads=4, num_layers=3, vocab_size=256)
@@ -57,17 +57,17 @@ def _counted(sent: Any) -> Counted:
     return {(one.dim, one.kind): (one.number, one.bytes) for one in sent}
 
 
-def on_real_ranks(rank: int, cases: tuple[int, ...]) -> dict[int, Counted]:
+def on_real_ranks(rank: int, plans: dict[int, autoplan.Plan]) -> dict[int, Counted]:
     """What one rank of a gloo group of four takes part in, for each case."""
     found: dict[int, Counted] = {}
     known: dict[int, Steps] = {}
-    for case in cases:
+    for case, plan in plans.items():
         config, dims, options = CASES[case]
         steps = known.setdefault(id(config), Steps(resolve(config)))
         torch.manual_seed(0)
         model = steps.source.model_class._from_config(config)  # type: ignore[union-attr]
         mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-        autoplan.parallelize(model, mesh, steps.plan(dims.get("tp", 1), cp=dims.get("cp", 1)), check=False, **options)
+        autoplan.parallelize(model, mesh, plan, check=False, **options)
         model.train()
         setting = Setting(tp=dims.get("tp", 1), batch=BATCH, sequence=LENGTH)
         inputs = inputs_of(steps, setting)
@@ -78,7 +78,11 @@ def on_real_ranks(rank: int, cases: tuple[int, ...]) -> dict[int, Counted]:
 
 @cache
 def real(cases: tuple[int, ...]) -> dict[int, Counted]:
-    return run_processes(on_real_ranks, (cases,), 4, timeout=300)[0]  # type: ignore[no-any-return]
+    plans = {}
+    for config, dims, case in ((*CASES[case][:2], case) for case in cases):
+        steps = STEPS.setdefault(id(config), Steps(resolve(config)))
+        plans[case] = steps.plan(dims.get("tp", 1), cp=dims.get("cp", 1))
+    return run_processes(on_real_ranks, (plans,), 4, timeout=300)[0]  # type: ignore[no-any-return]
 
 
 def _ran(case: int) -> Counted:

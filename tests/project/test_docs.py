@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from apart import run_apart, script
 from doc_preludes import LONG, SETTINGS, Setting, lists_as_they_were, run
 from host_table import ROWS, with_table
 
@@ -131,12 +132,9 @@ def test_the_check_of_sessions_can_fail() -> None:
 
 def test_reference_pages_hold_every_public_name(tmp_path: Path) -> None:
     """What `make docs` runs, and what comes out."""
-    import subprocess
-    import sys
-
     line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "-m pdoc" in line)
     words = [word.strip("'") for word in line.split("-m pdoc")[1].split("-o")[0].split()]
-    made = subprocess.run([sys.executable, "-m", "pdoc", *words, "-o", tmp_path], capture_output=True, text=True)
+    made = run_apart(tmp_path, (script, "pdoc", *words, "-o", str(tmp_path)))
     assert made.returncode == 0, made.stderr
     page = (tmp_path / "autoplan.html").read_text(encoding="utf-8")
     missing = [name for name in autoplan.__all__ if f'id="{name}"' not in page and not name.startswith("__")]

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import runpy
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-
-from autoplan.check.ranks.common import process_context
+from apart import Ended, run_apart, script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -35,8 +34,7 @@ HOSTS = {  # under examples/frameworks: what each says when it ran, and the libr
     "fabric.py": ("Lightning Fabric: the loss went", "lightning_fabric"),
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-AS_A_READER = ("plan_from_config.py", "train_under_torchrun.py", "frameworks/fabric.py")
-Ended = subprocess.CompletedProcess[str]
+AS_A_READER = ("train_under_torchrun.py", "frameworks/fabric.py")
 
 
 def test_each_example_is_run() -> None:
@@ -65,31 +63,10 @@ def started(name: str, folder: Path, ranks: int) -> Ended:
         return run(name, folder, TORCHRUN if ranks > 1 else [])
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    arguments = [(EXAMPLES / name, folder, rank, ranks, port) for rank in range(ranks)]
-    processes = [process_context().Process(target=run_here, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        process.kill()
-    said = "".join((folder / f"rank{rank}.txt").read_text() for rank in range(ranks))
-    return Ended(arguments, max(abs(process.exitcode) for process in processes), said, said)
-
-
-def run_here(path: Path, folder: Path, rank: int, ranks: int, port: int) -> None:
-    """Run a script in this process, as its only one or as a rank."""
-    os.chdir(folder)
-    output = os.open(f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    if ranks > 1:
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ.update({name: str(number) for name, number in numbers.items()})
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    sys.argv, sys.path = [str(path)], [str(path.parent), *sys.path]
-    runpy.run_path(str(path), run_name="__main__")
-    sys.stdout.flush()
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+    return run_apart(folder, *((partial(script, environment=told), EXAMPLES / name) for told in each))
 
 
 def run(name: str, folder: Path, launcher: list[str]) -> Ended:

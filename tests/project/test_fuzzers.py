@@ -6,11 +6,11 @@ Each runs in a process of its own: a fuzzer may change what it likes. Fuzzers th
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from apart import run_apart, script
 
 ROOT = Path(__file__).resolve().parents[2]
 FUZZ = ROOT / "tests" / "fuzz"
@@ -28,10 +28,9 @@ def loaded(name: str):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHORT)
-def test_hostile_cases_end_in_one_clear_error(name: str) -> None:
-    command = [sys.executable, str(FUZZ / f"{name}.py"), "--count", str(SHORT[name]), "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+def test_hostile_cases_end_in_one_clear_error(name: str, tmp_path: Path) -> None:
+    done = run_apart(tmp_path, (script, FUZZ / f"{name}.py", "--count", str(SHORT[name]), "--seed", "1"))
+    assert done.returncode == 0, done.stdout[-3000:]
     assert f"cases={SHORT[name]} " in done.stdout
 
 

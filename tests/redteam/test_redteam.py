@@ -136,14 +136,18 @@ def test_the_rest(name: str, ranks: dict[int, Pool]) -> None:
     outcome_problem(name, ranks)
 
 
-@pytest.mark.long
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_planted_fault_is_found(kind: str, ranks: dict[int, Pool]) -> None:
-    name = CASES[f"{kind}/{SPOILT[kind]}"].ids()[0]
-    for fault in ("weight", "sum"):
-        found = ranks[2].run(name, fault=fault, verify="no")
-        assert found.kind == "wrong" and found.error > 1e-3, (fault, found)
+@pytest.mark.parametrize(  # one fault of each class, in turns; the other is slow
+    ("kind", "fault"),
+    [
+        pytest.param(kind, fault, marks=pytest.mark.long if (place + turn) % 2 == 0 else pytest.mark.slow)
+        for place, kind in enumerate(CLASSES)
+        for turn, fault in enumerate(("weight", "sum"))
+    ],
+)
+def test_a_planted_fault_is_found(kind: str, fault: str, ranks: dict[int, Pool]) -> None:
+    found = ranks[2].run(CASES[f"{kind}/{SPOILT[kind]}"].ids()[0], fault=fault, verify="no")
+    assert found.kind == "wrong" and found.error > 1e-3, found
 
 
 @pytest.mark.long

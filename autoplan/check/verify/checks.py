@@ -245,12 +245,13 @@ def optimizer(subject: Subject) -> Observation:
     """Take three steps of SGD at a rate that moves the parameters visibly; then clip and use AdamW over all at once."""
     wanted = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     feed = next(iter(subject.feeds.values()))
-    subject.forward_and_backward(feed)
-    sizes = [float(gradient.abs().max()) for gradient in subject.gradients().values() if gradient.numel()]
-    largest = max(sizes, default=0.0) or 1.0  # if all gradients are zero, nothing moves at any rate
+    gradients = subject.forward_and_backward(feed)["gradients"].values()
+    largest = max((float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0.0)
+    largest = largest or 1.0  # if all gradients are zero, nothing moves at any rate
     sgd = torch.optim.SGD(wanted, lr=0.01 / largest, momentum=0.9)
-    for _ in range(3):
-        subject.forward_and_backward(feed)
+    sgd.step()
+    for _ in range(2):
+        subject.forward_and_backward(feed, gather=False)
         sgd.step()
     stepped = subject.parameters()
     norm = torch.nn.utils.clip_grad_norm_(wanted, 0.1 * largest, foreach=True)

@@ -80,6 +80,7 @@ def check_training(
     batches = tuple(shapes[place % 2] for place in range(mesh.ranks // mesh.split_size))
     lifted = can_be_lifted(Subject(copied(model).eval(), feeds))
     reference, max_norm, rate = _reference(model, batches, lifted)
+    tolerance = tolerance_for(next(p.dtype for p in model.parameters() if p.is_floating_point()))
     findings: list[Finding] = []
     done: list[str] = []
     for suffix, checkpointing in KINDS.items():
@@ -95,12 +96,8 @@ def check_training(
                 findings.append(Finding(check.name, "error", "", str(error).splitlines()[0]))
                 continue
         done.append(check.name)
-        findings += judge(check, reference, seen, tolerance_for(_dtype(model)))[0]
+        findings += judge(check, reference, seen, tolerance)[0]
     return findings, tuple(done)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
 # One device

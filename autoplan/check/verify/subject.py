@@ -145,8 +145,9 @@ class Subject:
             reseed_held(self.model, 0)
             yield
 
-    def forward_and_backward(self, inputs: Inputs) -> dict[str, dict[str, torch.Tensor]]:
-        """Return outputs and every gradient of one call, under a loss in which each output element has its own weight.
+    def forward_and_backward(self, inputs: Inputs, *, gather: bool = True) -> dict[str, dict[str, torch.Tensor]]:
+        """Return outputs and every gradient of one call, under a loss in which each output element has its own weight;
+        without `gather`, leave gradients where they are.
 
         Also the gradients of inputs that require one; of a submodule called alone, those of all inputs, since other
         modules of the model depend on them.
@@ -163,7 +164,7 @@ class Subject:
             with count_collectives() as backward:
                 self.backward(loss)
             self.collectives = {"forward": dict(forward), "backward": dict(backward)}
-        gradients = self.gradients() if loss is not None else {}
+        gradients = self.gradients() if gather and loss is not None else {}
         seen = {name: tensor.detach().clone() for name, tensor in outputs.items()}
         of_inputs = {name: tensor.grad for name, tensor in asking.items() if tensor.grad is not None}
         seen |= {gradient_of(name): gradient for name, gradient in of_inputs.items()}

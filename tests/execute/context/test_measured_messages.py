@@ -20,7 +20,8 @@ from autoplan.forecast.step import loss_of
 from autoplan.hf.source import resolve
 from autoplan.values import Halo
 
-BATCH, LENGTH = 2, 128  # of Qwen3-Next's chunks two
+BATCH = 2
+LENGTHS = {"qwen3_next": 128}  # two of its chunks; 32 of the others
 KINDS = ("llama", "gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v3", "rwkv")
 BESIDE_TP = ("llama", "gpt_oss", "nemotron_h", "deepseek_v3")
 _WEIGHT = {"all-reduce": 2}  # it is a reduce-scatter and an all-gather
@@ -46,7 +47,7 @@ def moved_on_ranks(rank: int, plans: dict[str, autoplan.Plan], tp: int, cp: int)
         model = tiny(kind, (tp, cp))
         autoplan.parallelize(model, mesh, plan, check=False)
         blocks = tuple(name for stack in plan.layers for name in stack.fqns)
-        ids = torch.randint(3, 40, (BATCH, LENGTH))
+        ids = torch.randint(3, 40, (BATCH, LENGTHS.get(kind, 32)))
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
         tape = record_step(model.train(), inputs, Marks(blocks=blocks), group_names(mesh),
                            loss_of=lambda result: loss_of(result, None))  # fmt: skip
@@ -88,7 +89,7 @@ def test_blocks_move_what_their_plan_says(kind: str, tp: int) -> None:
         (said,) = (one for one in plan.communication if matches(one.block, name))
         halos = sum(row * one.before for one in plan.runtime.of(Halo) if matches(one.pattern.rsplit(".", 2)[0], name))
         for counted, one in ((forward, said.forward), (backward, said.backward)):
-            tokens = BATCH * LENGTH
+            tokens = BATCH * LENGTHS.get(kind, 32)
             if halos:
                 number, size = counted["all_to_all"]
                 counted["all_to_all"] = number, size - halos

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import run_apart, script
 from other_ways import CASES, Case, X
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -250,21 +250,27 @@ if __name__ == "__main__":
 """
 
 
+PLANS = "s.autoplan.plan(s.Net(), tp_size=2, inputs={'x': torch.ones(2, 8)}).save('plan.yaml')"
+RUNS = "print(s.run_ranks(s.on_rank, 2))"
+
+
+def _imported(folder: Path, code: str, *arguments: str) -> None:
+    sys.path.insert(0, str(folder))
+    sys.argv = ["-c", *arguments]
+    exec(f"import torch, script_of_mine as s; {code}", {})
+
+
 @pytest.mark.parametrize("planned_by", ["an import", "the script"])
 def test_a_plan_serves_a_script_that_is_run(planned_by: str, tmp_path: Path) -> None:
     (tmp_path / "script_of_mine.py").write_text(SCRIPT)
-    command = [sys.executable, "script_of_mine.py", "plan.yaml"]
+    file = tmp_path / "script_of_mine.py"
     if planned_by == "an import":
-        code = "import torch, autoplan, script_of_mine as s; "
-        code += "autoplan.plan(s.Net(), tp_size=2, inputs={'x': torch.ones(2, 8)}).save('plan.yaml')"
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+        planned, ran = (
+            run_apart(tmp_path, (_imported, tmp_path, PLANS)),
+            run_apart(tmp_path, (script, file, "plan.yaml")),
+        )
     else:
-        subprocess.run([*command, "now"], cwd=tmp_path, check=True)
-        command = [
-            sys.executable,
-            "-c",
-            "import sys, script_of_mine as s; print(s.run_ranks(s.on_rank, 2))",
-            "plan.yaml",
-        ]
-    ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        planned = run_apart(tmp_path, (script, file, "plan.yaml", "now"))
+        ran = run_apart(tmp_path, (_imported, tmp_path, RUNS, "plan.yaml"))
+    assert (planned.returncode, ran.returncode) == (0, 0), planned.stdout + ran.stdout
     assert ran.stdout.count("torch.Size([2, 8])") == 2

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from apart import run_apart
 from mesh_toys import clone, mesh_of, model_of, plan_of
 from slow_cases import marked
 from torch.distributed.checkpoint.state_dict import (
@@ -246,20 +244,11 @@ def test_a_gathered_model_reloads_in_plain_transformers(kind: str, tmp_path: Pat
     assert_equal(dict(again.state_dict()), dict(model_of(kind).state_dict()))
 
 
-def test_optimizers_are_let_go() -> None:
-    """In a process of its own: a sharded model that another test keeps alive would keep them followed."""
-    checks = (
-        check_optimizers_are_looked_at_only_while_a_sharded_model_lives,
-        check_an_undone_plan_lets_go_of_optimizers,
-    )
-    called = "".join(f"; tests.{check.__name__}()" for check in checks)
-    code = f"import {__name__} as tests{called}"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=300,
+def test_optimizers_are_let_go(tmp_path: Path) -> None:
+    """In processes of their own: a sharded model that another test keeps alive would keep them followed."""
+    done = run_apart(
+        tmp_path,
+        (check_optimizers_are_looked_at_only_while_a_sharded_model_lives,),
+        (check_an_undone_plan_lets_go_of_optimizers,),
     )
     assert done.returncode == 0, done.stderr
