@@ -252,6 +252,16 @@ def _holds_tensor(value: Any, path: Path) -> bool:
     return key in items_by_key and _holds_tensor(items_by_key[key], rest)
 
 
+def other_forms(path: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
+    """Return the paths that lead to this one or go on from it: one call returns `x`, another `(x, …)`."""
+    return tuple(one for one in paths if one != path and one[: len(path)] == path[: len(one)])
+
+
+def is_other_form(output: Any, path: Path, others: tuple[Path, ...]) -> bool:
+    """Return whether an output has a tensor on the way to a path, or none at it where another one goes on from it."""
+    return any(_holds_tensor(output, min(one, path, key=len)) == (len(one) < len(path)) for one in others)
+
+
 def change_if_returned(output: Any, path: Path, change: Change, where: str) -> Any:
     """Return the model's result with one tensor changed; unchanged if the call did not ask for that one."""
     left_out = path and isinstance(output, dict) and _key_at(output, path[0]) not in output

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoplan
 from autoplan.check.ranks.common import RankError
 from autoplan.check.ranks.run import run_ranks
+from autoplan.check.verify.clone import clone_of
+from autoplan.hf.source import resolve
 
 torch.set_num_threads(1)
 
@@ -148,3 +150,26 @@ def test_what_a_model_refuses_itself_is_left_as_it_is() -> None:
         return ""
 
     assert set(run_ranks(rank, 2)) == {"ValueError: no more than 10 positions"}
+
+
+class Padded(nn.Module):
+    """Pads to a multiple of eight: always, or where that is no multiple."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always, self.table, self.out = always, nn.Embedding(20, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        x = self.table(ids) * mask.any(-1)[..., None]
+        if self.always or length % 8:
+            x = nn.functional.pad(x, (0, 0, 0, -length % 8))
+        return self.out(x.unflatten(1, (-1, 8)).cumsum(2)).flatten(1, 2)[:, :length]
+
+
+def test_given_calls_are_tried_at_an_odd_length_unless_that_takes_another_path() -> None:
+    """At a multiple it pads by nothing. What the guard would refuse is not tried, and not held against a plan."""
+    given = {"ids": torch.randint(20, (2, 16)), "mask": torch.ones(2, 16, 16, dtype=torch.bool)}
+    other = clone_of(resolve(Padded(always=True), inputs=given)).others
+    assert {name: tuple(x.shape) for name, x in other["forward"].items()} == {"ids": (2, 13), "mask": (2, 13, 13)}
+    assert not clone_of(resolve(Padded(always=False), inputs=given)).others

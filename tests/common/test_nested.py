@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoplan
-from autoplan.common.nested import Noted, change_at, flatten_tensors, own_argument, put_back
+from autoplan.common.nested import Noted, change_at, flatten_tensors, is_other_form, other_forms, own_argument, put_back
 
 
 class Kind(Enum):
@@ -42,6 +42,17 @@ def test_what_was_changed_in_a_dict_is_put_back() -> None:
     value["other"] = new = torch.ones(3)
     put_back(noted)
     assert value["one"] is one and value["other"] is new and not noted
+
+
+def test_an_output_has_one_of_the_forms_that_lead_through_each_other() -> None:
+    """A path without a value is skipped only where another of these has one: `()` of `x`, `(0,)` of `(x, …)`."""
+    paths, x = [(), (0,), (1, "keys")], torch.zeros(1)
+    assert other_forms((0,), paths) == ((),) and other_forms((), paths) == ((0,), (1, "keys"))
+    plain, several = (
+        [is_other_form(output, path, other_forms(path, paths)) for path in paths] for output in (x, (x, {"keys": x}))
+    )
+    assert plain == [False, True, True] and several == [True, False, False]
+    assert not is_other_form((None,), (0,), other_forms((0,), paths)), "what no form has is an error, as before"
 
 
 class Layer(nn.Module):

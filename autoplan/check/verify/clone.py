@@ -77,7 +77,7 @@ def _clone_at_size(source: Any) -> Clone:
         except CANNOT_RUN as error:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             continue
-        others = {} if source.inputs is not None else _other_calls(source, model)
+        others = _other_calls(source, model) if source.inputs is None else _shorter(model, feeds, source.config)
         if dtype != torch.float64:
             note += f"; in {str(dtype).removeprefix('torch.')}, because it does not run in other dtypes ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
@@ -101,6 +101,29 @@ def _other_calls(source: Any, model: Any) -> dict[str, Any]:
     except CANNOT_RUN:
         return feeds_at(source, model, batch=3, length=12)
     return odd
+
+
+def _shorter(model: Any, feeds: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return a user's calls with an odd number of positions, if they run and take no other path, which the path guard
+    would refuse; none for a model that a config describes. Positions: dim 1 of the first token ids or sequence of
+    vectors, and all dims of that size."""
+    shorter = {}
+    for name, given in calls_the_model(feeds).items() if config is None else ():
+        tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+        long = next((x.size(1) for x in tensors.values() if x.dim() == 2 + x.is_floating_point()), 0)
+        if long > 5:  # to a length that divides by 4 but for 1, so that a multiple is padded
+            shorter[name] = {**given, **{key: _cropped(x, long, (long - 2) // 4 * 4 + 1) for key, x in tensors.items()}}
+    try:
+        _needs_lifting(model, shorter)
+    except CANNOT_RUN:
+        return {}
+    taken = with_other_paths(model, feeds, shorter).feeds.values() if shorter else ()
+    return {name: one for name, one in shorter.items() if all(one is not other for other in taken)}
+
+
+def _cropped(x: torch.Tensor, long: int, short: int) -> torch.Tensor:
+    rows = tuple(slice(short if dim and size == long else None) for dim, size in enumerate(x.shape))
+    return x.detach()[rows].clone().requires_grad_(x.requires_grad)
 
 
 def _traced(source: Any, model: Any, feeds: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ hooks torch functions are hidden from function modes, whose counters they would 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,6 +21,8 @@ from autoplan.common.nested import (
     Path,
     change_at,
     change_input,
+    is_other_form,
+    other_forms,
     put_back,
     signature_names,
 )
@@ -113,7 +116,8 @@ class Worker(Hooks):
         at = At(module, work.name, signature_names(module), running)
         boundaries: list[Boundary] = work.of(Boundary)
         around = [(instruction.turn, execute(instruction, at)) for instruction in work.of(AroundModule)]
-        steps = [(_turn_of(boundary), _at_boundary(boundary, at)) for boundary in boundaries] + around
+        paths = [boundary.path for boundary in boundaries if boundary.side == "output"]
+        steps = [(_turn_of(boundary), _at_boundary(boundary, at, paths)) for boundary in boundaries] + around
         self.entering = [step.enter for _, step in steps if step.enter is not None]
         self.leaving = [step.leave for _, step in sorted(steps, key=lambda step: step[0]) if step.leave is not None]
         self.beginning = [step.begin for _, step in steps if step.begin is not None]
@@ -215,7 +219,7 @@ def _turn_of(planned: Boundary) -> int:
     return -_AFTER if fewer else planned.turn + _AFTER
 
 
-def _at_boundary(planned: Boundary, at: At) -> Around:
+def _at_boundary(planned: Boundary, at: At, outputs: Iterable[Path]) -> Around:
     """Wrap the executor of one tensor as a function of all that a module takes or returns."""
     done, path, names, where = execute(planned, at), planned.path, at.names, at.where
     if isinstance(done, Around):
@@ -238,4 +242,5 @@ def _at_boundary(planned: Boundary, at: At) -> Around:
             return output
 
         return Around(lambda args, kwargs: change_input(args, kwargs, names, path, change, where, at=at_path), leave)
-    return Around(leave=lambda output: change_at(output, path, change, where))
+    others = other_forms(path, outputs)
+    return Around(leave=lambda x: x if is_other_form(x, path, others) else change_at(x, path, change, where))

@@ -18,6 +18,8 @@ from autoplan.common.nested import (
     change_at,
     change_if_returned,
     flatten_tensors,
+    is_other_form,
+    other_forms,
     signature_names,
 )
 from autoplan.common.torch_internals import DisableTorchFunction, called_by_compiled_code, runs_compiled
@@ -113,7 +115,8 @@ class Root(Hooks):
         self.random, self.always = random
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
-        self.outputs = [(output.path, execute(output, at)) for output in outputs]
+        paths = [output.path for output in outputs]
+        self.outputs = [(one.path, execute(one, at), other_forms(one.path, paths)) for one in outputs]
         self.unseen = UnseenOutputs(seen.outputs, seen.shapes, self.names, running.group)
         self.unseen.partial = running.context
         self.target_words = conventions().target_words
@@ -194,8 +197,9 @@ class Root(Hooks):
 
     def _leave(self, output: Any) -> Any:
         with DisableTorchFunction():
-            for path, change in [] if self.running.runs_whole else self.outputs:
-                output = change_if_returned(output, path, change, "the model")
+            for path, change, others in [] if self.running.runs_whole else self.outputs:
+                if not is_other_form(output, path, others):
+                    output = change_if_returned(output, path, change, "the model")
             for path, shard in shards_in(output):  # shards that the model itself collected
                 output = change_at(output, path, self._whole(shard), "the model")
             if self.running.loss:

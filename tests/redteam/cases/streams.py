@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn import functional as F
 
 from ..case import HOSTILE, call, case, floats, ids
-from ..parts import Attention, Mlp
+from ..parts import Attention, Mlp, joined, parted
 from . import attention, constrained, counted, habits, mixers, norms
 
 
@@ -111,6 +112,70 @@ case(call(ids(2, 12)), call(ids(2, 12), _train=True), call(ids(4, 8)), tp=(), cp
 case(call(ids(2, 6)), sequence=True, allowed=HOSTILE, options={"sequence_padding": "pad"})(
     stacked(counted.CountOfElements)
 )
+
+
+class Fours(Attention):
+    def forward(self, x):
+        length = x.shape[1]
+        x = F.pad(x, (0, 0, 0, -length % 4))
+        q, k, v = (parted(net(x), self.heads).unflatten(2, (-1, 4)) for net in (self.q, self.k, self.v))
+        return self.o(joined(((q @ k.mT).softmax(-1) @ v).flatten(2, 3)))[:, :length]
+
+
+class InFours(nn.Module):
+    """Positions attend in fours; what is planned is a multiple of four, which is padded by nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix, self.norm2, self.feed = nn.LayerNorm(16), Fours(), nn.LayerNorm(16), Mlp()
+
+    def forward(self, x):
+        x = x + self.mix(self.norm(x))
+        return x + self.feed(self.norm2(x))
+
+
+case(
+    *(call(ids(2, 16)), call(ids(3, 21)), call(ids(1, 12))),
+    sequence=True,
+    cp=2,
+    inputs={"input_ids": ids(2, 16)},
+    allowed=HOSTILE,
+    options={"sequence_padding": "pad"},
+)(stacked(InFours))
+
+
+class KeepsKeys(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix, self.feed = nn.LayerNorm(16), Attention(), Mlp()
+
+    def forward(self, x):
+        y = self.norm(x)
+        keys = parted(self.mix.k(y), 4)
+        y = (parted(self.mix.q(y), 4) @ keys.mT).softmax(-1) @ parted(self.mix.v(y), 4)
+        return self.feed(x + self.mix.o(joined(y))), keys
+
+
+@case(
+    *(call(ids(2, 6)), call(ids(2, 6), more=True)),
+    tp=(),
+    cp=2,
+    inputs={"usual": {"input_ids": ids(2, 6)}, "more": {"input_ids": ids(2, 6), "more": True}},
+    options={"sequence_padding": "pad"},
+)
+class KeysIfAsked(Stack):
+    """Returns scores, or a tuple with them."""
+
+    def __init__(self):
+        super().__init__(KeepsKeys)
+
+    def forward(self, input_ids, more=False):
+        x, kept = self.table(input_ids), []
+        for block in self.blocks:
+            x, keys = block(x)
+            kept.append(keys)
+        scores = self.head(self.norm(x))
+        return (scores, kept) if more else scores
 
 
 @case(call(ids(2, 6)), allowed=HOSTILE)

@@ -290,7 +290,7 @@ class MixtureDensity(nn.Module):
         return -(logit.squeeze(-1).log_softmax(-1) + law.log_prob(b[:, None, :2])).logsumexp(-1).mean()
 
 
-@case(call(S), tp=BOTH, sequence=None)
+@case(call(S), tp=BOTH, sequence=None, options={"sequence_padding": "pad"})
 class DeepSupervision(nn.Module):
     """One head reads every layer, later ones count more; a loss pulls layers together."""
 
