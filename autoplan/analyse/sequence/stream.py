@@ -67,7 +67,6 @@ class Stream(CutStream):
         self.windows = Windows(self.shards, self.flow, self.positions)
         self.first_call = min((*(start.first for start in self.starts), *(made.last for made in self.made_at)))
         self.last_call = max(v.calls[1] for _, v in visits)
-        self.between = {*self.starts.values(), *(tensor for _, v in visits for _, tensor in v.outputs)}
         return True
 
     # ------------------------------------------------------------------ the walk
@@ -259,7 +258,7 @@ class Stream(CutStream):
                 if crossing.module not in self.names and crossing not in self.starts and not handed_on:
                     twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
-            for number in self.flow.around(index) if self.context and tensor in self.between else ():
+            for number in self.flow.around(index) if self.context and tensor in self.flow.carries else ():
                 visit = self.trace.visits[number]
                 if visit.module in self.names and tensor in (taken for _, taken in visit.inputs):
                     self._run_whole(number, reason)

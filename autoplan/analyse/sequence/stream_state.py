@@ -45,7 +45,6 @@ class CutStream:
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.made_at: dict[Crossing, int] = {}  # where a module returns it, if others than the first block read it, too
         self.whole: set[str] = set()  # blocks that take in the whole sequence
-        self.between: set[int] = set()  # values that blocks hand on
         self.rescales = rescales  # does code with residuals see shards, rather than modules whose calls need lengths?
         self.outside = outside  # may the stream begin outside of the first block?
         self.result = SequencePlacement()

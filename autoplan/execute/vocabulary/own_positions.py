@@ -228,6 +228,15 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return _like(func(*own, **kwargs), cls)
 
 
+def _multiplied(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """Multiply each position by a matrix (a head that is tied to the embedding): its gradient is of own rows."""
+    plain = not any(isinstance(x, PositionLogits) for x in (*args[1:], *kwargs.values()))
+    matrix = args[1] if len(args) > 1 else kwargs.get("weight")
+    if cls.columns is not None or cls.dim_from_end == -1 or not plain or matrix is None or matrix.dim() != 2:
+        return NotImplemented
+    return _like(func(_raw(args[0]), *args[1:], **kwargs), cls)
+
+
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """View with the same shape, or with the positions merged into the dims before them."""
     x, shape = args[0], args[1:] or (kwargs.get("shape"),)
@@ -330,6 +339,7 @@ PositionLogits.rules = {
     **dict.fromkeys((_T.clone, torch.clone, _T.detach, _T.cpu, _T.cuda, _T.tanh, torch.tanh, _T.neg), _each_element),
     **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.div, torch.div, _T.__truediv__), _each_element),
     **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__), _each_element),
+    **dict.fromkeys((_T.matmul, _T.__matmul__, torch.matmul, F.linear), _multiplied),
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
     **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
     _T.__getitem__: _item,
