@@ -58,7 +58,8 @@ class Stream(CutStream):
                 if made_by is not None:
                     self.made_at[made_by] = tensor
                 else:
-                    self.starts[around] = tensor
+                    twins = (c for c in self.flow.entering[tensor] if c.visit == around.visit)
+                    self.starts |= dict.fromkeys((around, *twins), tensor)
                 sequences.append(axis)
         if not sequences:
             return False
@@ -258,6 +259,10 @@ class Stream(CutStream):
                 if crossing.module not in self.names and crossing not in self.starts and not handed_on:
                     twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
+            for crossing in self._cut_at_input(tensor, index):  # cut for another call, and needed whole
+                del self.result.scatters[crossing, "input"]
+                self.closed.add((crossing.module, "input", crossing.path))
+                raise Restart
             for number in self.flow.around(index) if self.context and tensor in self.flow.carries else ():
                 visit = self.trace.visits[number]
                 if visit.module in self.names and tensor in (taken for _, taken in visit.inputs):
@@ -266,10 +271,6 @@ class Stream(CutStream):
                 if tensor not in self.starts.values() and (crossing, "output") not in self.result.scatters:
                     self._add(self.result.gathers, [(crossing, "output")], dim, reason)
         self._gather_around(index, reason)
-        for crossing in self._cut_at_input(tensor, index):  # cut for another call, and needed whole
-            del self.result.scatters[crossing, "input"]
-            self.closed.add((crossing.module, "input", crossing.path))
-            raise Restart
         maker = self.flow.producer.get(tensor)
         if maker is not None and not any(self._cut_here(t, maker) for t in self.flow.inputs[maker]):
             if maker not in self.told_whole:  # it is made of a local length alone, and could be given all of it
