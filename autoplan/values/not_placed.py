@@ -95,8 +95,7 @@ _SENTENCES: dict[WholeWhy, str] = {
     "summed-inside": "the output of {call} in {place} is summed over ranks inside that module, and so is whole on each",
     "runs-both-ways": "{place} runs both on shards and on the full sequence",
     "made-whole-for": "{place} runs on shards, and on the full sequence made by {call} in {maker}",
-    "returns-others": "output {call} of the model is sharded in some calls and another value (a loss) in others; a dict "
-    "would name them",
+    "returns-others": "output {call} of the model is sharded in some calls, and a loss or another value in others",
     "begins-again": "{call} in {place} makes the input of another round of the same blocks",
     "unsettled": "no consistent boundaries were found for the stream",
     "no-positions": "no input of {place} has a sequence dim",

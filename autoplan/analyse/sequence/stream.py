@@ -79,27 +79,21 @@ class Stream(CutStream):
         noted = (result.summed_parameters, result.random, result.attended, result.shared)
         for each in (*noted, result.work.lengths, result.work.kept):
             each.clear()
-        for start, origin in self.starts.items():
-            start_dim = self.positions.plain_dim(origin)
-            if start_dim is None:
+        entries = [((start, "input"), origin) for start, origin in self.starts.items()]
+        for key, origin in (*entries, *(((made_by, "output"), origin) for made_by, origin in self.made_at.items())):
+            dim = self.positions.plain_dim(origin)
+            if dim is None:
                 raise Refused(WholeSequence("merged-at-start"))
-            if start in self.placement.partial_entries and not self.context:
-                raise Refused(WholeSequence("summed-before", start.module))
-            result.scatters[(start, "input")] = start_dim
-        for made_by, origin in self.made_at.items():
-            made_dim = self.positions.plain_dim(origin)
-            if made_dim is None:
-                raise Refused(WholeSequence("merged-at-start"))
-            result.scatters[(made_by, "output")] = made_dim
+            if key[1] == "input" and key[0] in self.placement.partial_entries and not self.context:
+                raise Refused(WholeSequence("summed-before", key[0].module))
+            result.scatters[key] = dim
         at = self.flow.tensor_at
         scattered_out = {at(b, "output") for b, side in result.scatters if side == "output"}
         self.scattered_in = [(at(b, "input"), b) for b, side in result.scatters if side == "input"]
         self.cut |= {at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
         for index in range(self.first_call, len(self.trace.calls)):
             self._visit(index)
-            for tensor in self.flow.outputs[index]:
-                if tensor in scattered_out:
-                    self.cut.add(tensor)
+            self.cut |= scattered_out.intersection(self.flow.outputs[index])
         self.finish()
         return result
 
@@ -137,7 +131,9 @@ class Stream(CutStream):
         again = any(tensor in self.starts.values() for tensor in outputs)
         reason = self._whole("begins-again", index) if again else self._crosses(index, cut)
         if reason is not None:
-            self._gather_for_window(index, reason)
+            window = self.windows.around(index) if self.context else None
+            if window is not None:  # a module of which a halo is made (parallel.py)
+                self._run_whole(window, reason)
             for tensor in cut:
                 self._make_whole(tensor, index, reason)
             return
@@ -281,12 +277,6 @@ class Stream(CutStream):
                 if self.positions.dims_of(source) and self._cut_here(source, maker):
                     self._make_whole(source, maker, reason)
         raise Refused(replace(reason, inside=True))
-
-    def _gather_for_window(self, index: int, reason: WholeSequence) -> None:
-        """Give the whole sequence to a module of which a halo is made (parallel.py)."""
-        number = self.windows.around(index) if self.context else None
-        if number is not None:
-            self._run_whole(number, reason)
 
     def _run_whole(self, number: int, reason: WholeSequence) -> None:
         """Give the whole sequence to a module in all its runs, and cut again what a block returns."""

@@ -252,9 +252,8 @@ class CutStream:
             behind = self.context and visit.parent is not None and visit.calls[0] >= self.last_call
             collected = visit.module in self.names or behind
             for path, tensor in visit.outputs if collected else ():
-                if behind and tensor in self.flow.final:
-                    continue
-                if self.positions.plain_dim(tensor) is not None and self.is_cut(tensor, visit.calls[1]):
+                inside = not (behind and tensor in self.flow.final) and self.positions.plain_dim(tensor) is not None
+                if inside and self.is_cut(tensor, visit.calls[1]):
                     returned.append((Crossing(number, visit.module, path, *visit.calls), "output"))
         uneven = self.flow.uneven(returned)
         self.result.returned_shards.clear()
