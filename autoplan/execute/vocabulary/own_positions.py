@@ -230,9 +230,9 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _multiplied(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """Multiply each position by a matrix (a head that is tied to the embedding): its gradient is of own rows."""
-    plain = not any(isinstance(x, PositionLogits) for x in (*args[1:], *kwargs.values()))
-    matrix = args[1] if len(args) > 1 else kwargs.get("weight")
-    if cls.columns is not None or cls.dim_from_end == -1 or not plain or matrix is None or matrix.dim() != 2:
+    others = (*args[1:], *kwargs.values())
+    plain = cls.columns is None and not any(isinstance(x, PositionLogits) for x in others)
+    if not plain or cls.dim_from_end == -1 or others[0].dim() != 2:
         return NotImplemented
     return _like(func(_raw(args[0]), *args[1:], **kwargs), cls)
 
