@@ -328,10 +328,9 @@ class Stream(CutStream):
         if tensor in self.starts.values():  # the first block reads shards of it, and this call all of it
             raise Refused(self._whole("meets-whole", index))
         if 0 in self.trace.tensors[tensor].shape:
-            modules = (
-                self.trace.calls[maker].module for maker in (self.flow.producer.get(tensor),) if maker is not None
-            )
-            raise Refused(replace(self._whole("meets-empty", index), maker=next(modules, "")))
+            maker = self.flow.producer.get(tensor, -1)
+            module = self.trace.calls[maker].module if maker >= 0 else ""
+            raise Refused(replace(self._whole("meets-empty", index), maker=module))
         for _ in range(_MAKERS):
             self._cut_at_boundary(source, reader)
             reader = self.flow.producer.get(source, -1)
