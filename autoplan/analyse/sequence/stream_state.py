@@ -291,7 +291,7 @@ class CutStream:
         uneven = self.flow.uneven(keys)
         if self._gather_in_all_runs(uneven):
             raise Restart
-        fixed = {(b.module, "input", b.path) for b in self.starts} | {point for point in uneven if not point[0]}
+        fixed = {(b.module, "input", b.path) for b in self.starts} | {p for p in uneven & self.closed if not p[0]}
         fixed |= {(b.module, "output", b.path) for b in self.made_at} | {
             (b.module, side, b.path)
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
