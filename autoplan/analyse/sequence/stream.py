@@ -7,6 +7,7 @@ until nothing is left to add.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
@@ -36,13 +37,13 @@ class Stream(CutStream):
             return None
         try:
             for _ in range(_ROUNDS):
-                try:
+                with suppress(Restart):
                     return self._shared(self._walk())
-                except Restart:
-                    continue
         except Refused as refused:
             return SequencePlacement(refused=(refused.reason,))
-        return SequencePlacement(refused=(WholeSequence("unsettled"),))
+        outputs = (".".join(map(str, path)) for module, _, path in self.closed if not module)
+        reasons = [WholeSequence("returns-others", call=output) for output in outputs] or [WholeSequence("unsettled")]
+        return SequencePlacement(refused=tuple(reasons[:1]))
 
     def begin(self) -> bool:
         """Find where runs of the model enter the stack with a sequence; False if none does."""

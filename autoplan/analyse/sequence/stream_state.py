@@ -291,7 +291,7 @@ class CutStream:
         uneven = self.flow.uneven(keys)
         if self._gather_in_all_runs(uneven):
             raise Restart
-        fixed = {(b.module, "input", b.path) for b in self.starts} | {p for p in uneven & self.closed if not p[0]}
+        fixed = {(b.module, "input", b.path) for b in self.starts}
         fixed |= {(b.module, "output", b.path) for b in self.made_at} | {
             (b.module, side, b.path)
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
@@ -299,8 +299,7 @@ class CutStream:
         for point in sorted(uneven & fixed, key=str):
             call = self._maker(point, keys)
             if call is None:
-                output = ".".join(map(str, point[2]))
-                raise Refused(WholeSequence("runs-both-ways" if point[0] else "returns-others", point[0], output))
+                raise Refused(WholeSequence("runs-both-ways", point[0]))
             raise Refused(WholeSequence("made-whole-for", point[0], call.name, maker=call.module))
         if uneven:  # look for other boundaries
             self.closed |= uneven
