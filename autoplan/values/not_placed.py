@@ -72,7 +72,7 @@ WholeWhy = Literal[
     "reads-across", "picks", "parts", "places", "two-positions", "enters-split", "told-length", "told-shard",
     "meets-whole", "meets-empty", "shared-value", "shared-parameter", "merged-at-start", "merged-taken-in",
     "merged-returned", "summed-before", "summed-inside", "runs-both-ways", "made-whole-for", "unsettled",
-    "no-positions", "no-blocks", "blocks-apart", "differed", "begins-again",
+    "no-positions", "no-blocks", "blocks-apart", "differed", "begins-again", "returns-others",
 ]  # fmt: skip
 
 _SENTENCES: dict[WholeWhy, str] = {
@@ -95,6 +95,7 @@ _SENTENCES: dict[WholeWhy, str] = {
     "summed-inside": "the output of {call} in {place} is summed over ranks inside that module, and so is whole on each",
     "runs-both-ways": "{place} runs both on shards and on the full sequence",
     "made-whole-for": "{place} runs on shards, and on the full sequence made by {call} in {maker}",
+    "returns-others": "output {call} of the model is sharded in some calls, and a loss or another value in others",
     "begins-again": "{call} in {place} makes the input of another round of the same blocks",
     "unsettled": "no consistent boundaries were found for the stream",
     "no-positions": "no input of {place} has a sequence dim",

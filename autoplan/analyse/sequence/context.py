@@ -236,9 +236,10 @@ class _Outside:
         passed.add(call)
         outputs = [t for t in self.flow.outputs[call] if t in self.flow.carries]
         for tensor in outputs:
-            for use in self.flow.gradient_uses(tensor) - {call}:
-                if tensor in self.flow.final or not (self._gives_part(tensor, use) or self._joins(use, passed)):
-                    return False
+            uses = self.flow.gradient_uses(tensor) - {call}
+            returned = tensor in self.flow.final and (uses or tensor not in self.cut.values)
+            if returned or not all(self._gives_part(tensor, use) or self._joins(use, passed) for use in uses):
+                return False
         self.calls.add(call)
         self.seen.update(outputs)
         self.waiting += self.flow.inputs[call]

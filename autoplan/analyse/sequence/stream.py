@@ -7,6 +7,7 @@ until nothing is left to add.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
@@ -36,13 +37,13 @@ class Stream(CutStream):
             return None
         try:
             for _ in range(_ROUNDS):
-                try:
+                with suppress(Restart):
                     return self._shared(self._walk())
-                except Restart:
-                    continue
         except Refused as refused:
             return SequencePlacement(refused=(refused.reason,))
-        return SequencePlacement(refused=(WholeSequence("unsettled"),))
+        outputs = (".".join(map(str, path)) for module, _, path in self.closed if not module)
+        reasons = [WholeSequence("returns-others", call=output) for output in outputs] or [WholeSequence("unsettled")]
+        return SequencePlacement(refused=tuple(reasons[:1]))
 
     def begin(self) -> bool:
         """Find where runs of the model enter the stack with a sequence; False if none does."""
@@ -58,7 +59,8 @@ class Stream(CutStream):
                 if made_by is not None:
                     self.made_at[made_by] = tensor
                 else:
-                    self.starts[around] = tensor
+                    twins = (c for c in self.flow.entering[tensor] if c.visit == around.visit)
+                    self.starts |= dict.fromkeys((around, *twins), tensor)
                 sequences.append(axis)
         if not sequences:
             return False
@@ -67,7 +69,6 @@ class Stream(CutStream):
         self.windows = Windows(self.shards, self.flow, self.positions)
         self.first_call = min((*(start.first for start in self.starts), *(made.last for made in self.made_at)))
         self.last_call = max(v.calls[1] for _, v in visits)
-        self.between = {*self.starts.values(), *(tensor for _, v in visits for _, tensor in v.outputs)}
         return True
 
     # ------------------------------------------------------------------ the walk
@@ -79,27 +80,21 @@ class Stream(CutStream):
         noted = (result.summed_parameters, result.random, result.attended, result.shared)
         for each in (*noted, result.work.lengths, result.work.kept):
             each.clear()
-        for start, origin in self.starts.items():
-            start_dim = self.positions.plain_dim(origin)
-            if start_dim is None:
+        entries = [((start, "input"), origin) for start, origin in self.starts.items()]
+        for key, origin in (*entries, *(((made_by, "output"), origin) for made_by, origin in self.made_at.items())):
+            dim = self.positions.plain_dim(origin)
+            if dim is None:
                 raise Refused(WholeSequence("merged-at-start"))
-            if start in self.placement.partial_entries and not self.context:
-                raise Refused(WholeSequence("summed-before", start.module))
-            result.scatters[(start, "input")] = start_dim
-        for made_by, origin in self.made_at.items():
-            made_dim = self.positions.plain_dim(origin)
-            if made_dim is None:
-                raise Refused(WholeSequence("merged-at-start"))
-            result.scatters[(made_by, "output")] = made_dim
+            if key[1] == "input" and key[0] in self.placement.partial_entries and not self.context:
+                raise Refused(WholeSequence("summed-before", key[0].module))
+            result.scatters[key] = dim
         at = self.flow.tensor_at
         scattered_out = {at(b, "output") for b, side in result.scatters if side == "output"}
         self.scattered_in = [(at(b, "input"), b) for b, side in result.scatters if side == "input"]
         self.cut |= {at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
         for index in range(self.first_call, len(self.trace.calls)):
             self._visit(index)
-            for tensor in self.flow.outputs[index]:
-                if tensor in scattered_out:
-                    self.cut.add(tensor)
+            self.cut |= scattered_out.intersection(self.flow.outputs[index])
         self.finish()
         return result
 
@@ -137,7 +132,9 @@ class Stream(CutStream):
         again = any(tensor in self.starts.values() for tensor in outputs)
         reason = self._whole("begins-again", index) if again else self._crosses(index, cut)
         if reason is not None:
-            self._gather_for_window(index, reason)
+            window = self.windows.around(index) if self.context else None
+            if window is not None:  # a module of which a halo is made (parallel.py)
+                self._run_whole(window, reason)
             for tensor in cut:
                 self._make_whole(tensor, index, reason)
             return
@@ -259,7 +256,11 @@ class Stream(CutStream):
                 if crossing.module not in self.names and crossing not in self.starts and not handed_on:
                     twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
-            for number in self.flow.around(index) if self.context and tensor in self.between else ():
+            for crossing in self._cut_at_input(tensor, index):  # cut for another call, and needed whole
+                del self.result.scatters[crossing, "input"]
+                self.closed.add((crossing.module, "input", crossing.path))
+                raise Restart
+            for number in self.flow.around(index) if self.context and tensor in self.flow.carries else ():
                 visit = self.trace.visits[number]
                 if visit.module in self.names and tensor in (taken for _, taken in visit.inputs):
                     self._run_whole(number, reason)
@@ -267,10 +268,6 @@ class Stream(CutStream):
                 if tensor not in self.starts.values() and (crossing, "output") not in self.result.scatters:
                     self._add(self.result.gathers, [(crossing, "output")], dim, reason)
         self._gather_around(index, reason)
-        for crossing in self._cut_at_input(tensor, index):  # cut for another call, and needed whole
-            del self.result.scatters[crossing, "input"]
-            self.closed.add((crossing.module, "input", crossing.path))
-            raise Restart
         maker = self.flow.producer.get(tensor)
         if maker is not None and not any(self._cut_here(t, maker) for t in self.flow.inputs[maker]):
             if maker not in self.told_whole:  # it is made of a local length alone, and could be given all of it
@@ -281,12 +278,6 @@ class Stream(CutStream):
                 if self.positions.dims_of(source) and self._cut_here(source, maker):
                     self._make_whole(source, maker, reason)
         raise Refused(replace(reason, inside=True))
-
-    def _gather_for_window(self, index: int, reason: WholeSequence) -> None:
-        """Give the whole sequence to a module of which a halo is made (parallel.py)."""
-        number = self.windows.around(index) if self.context else None
-        if number is not None:
-            self._run_whole(number, reason)
 
     def _run_whole(self, number: int, reason: WholeSequence) -> None:
         """Give the whole sequence to a module in all its runs, and cut again what a block returns."""
@@ -338,10 +329,9 @@ class Stream(CutStream):
         if tensor in self.starts.values():  # the first block reads shards of it, and this call all of it
             raise Refused(self._whole("meets-whole", index))
         if 0 in self.trace.tensors[tensor].shape:
-            modules = (
-                self.trace.calls[maker].module for maker in (self.flow.producer.get(tensor),) if maker is not None
-            )
-            raise Refused(replace(self._whole("meets-empty", index), maker=next(modules, "")))
+            maker = self.flow.producer.get(tensor, -1)
+            module = self.trace.calls[maker].module if maker >= 0 else ""
+            raise Refused(replace(self._whole("meets-empty", index), maker=module))
         for _ in range(_MAKERS):
             self._cut_at_boundary(source, reader)
             reader = self.flow.producer.get(source, -1)

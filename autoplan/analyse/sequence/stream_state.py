@@ -45,7 +45,6 @@ class CutStream:
         self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.made_at: dict[Crossing, int] = {}  # where a module returns it, if others than the first block read it, too
         self.whole: set[str] = set()  # blocks that take in the whole sequence
-        self.between: set[int] = set()  # values that blocks hand on
         self.rescales = rescales  # does code with residuals see shards, rather than modules whose calls need lengths?
         self.outside = outside  # may the stream begin outside of the first block?
         self.result = SequencePlacement()
@@ -253,9 +252,8 @@ class CutStream:
             behind = self.context and visit.parent is not None and visit.calls[0] >= self.last_call
             collected = visit.module in self.names or behind
             for path, tensor in visit.outputs if collected else ():
-                if behind and tensor in self.flow.final:
-                    continue
-                if self.positions.plain_dim(tensor) is not None and self.is_cut(tensor, visit.calls[1]):
+                inside = not (behind and tensor in self.flow.final) and self.positions.plain_dim(tensor) is not None
+                if inside and self.is_cut(tensor, visit.calls[1]):
                     returned.append((Crossing(number, visit.module, path, *visit.calls), "output"))
         uneven = self.flow.uneven(returned)
         self.result.returned_shards.clear()

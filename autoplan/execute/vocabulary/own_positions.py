@@ -228,14 +228,13 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return _like(func(*own, **kwargs), cls)
 
 
-def _product(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiply a stream by a weight, as models do that look tokens up in the table that makes their logits."""
-    x, *rest = args
-    weights = [t for t in (*rest, *kwargs.values()) if isinstance(t, torch.Tensor)]
-    of_rows = isinstance(x, PositionLogits) and cls.columns is None and cls.dim_from_end < -1
-    if not of_rows or any(isinstance(t, PositionLogits) or t.dim() > 2 for t in weights):
+def _multiplied(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """Multiply each position by a matrix (a head that is tied to the embedding): its gradient is of own rows."""
+    others = (*args[1:], *kwargs.values())
+    plain = bool(args) and cls.columns is None and not any(isinstance(x, PositionLogits) for x in others)
+    if not plain or cls.dim_from_end == -1 or others[0].dim() != 2:
         return NotImplemented
-    return _like(func(_raw(x), *rest, **kwargs), cls)
+    return _like(func(_raw(args[0]), *args[1:], **kwargs), cls)
 
 
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -340,7 +339,7 @@ PositionLogits.rules = {
     **dict.fromkeys((_T.clone, torch.clone, _T.detach, _T.cpu, _T.cuda, _T.tanh, torch.tanh, _T.neg), _each_element),
     **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.div, torch.div, _T.__truediv__), _each_element),
     **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__), _each_element),
-    **dict.fromkeys((F.linear, _T.matmul, torch.matmul, _T.__matmul__), _product),
+    **dict.fromkeys((_T.matmul, _T.__matmul__, torch.matmul, F.linear), _multiplied),
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
     **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
     _T.__getitem__: _item,

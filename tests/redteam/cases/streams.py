@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -191,3 +192,85 @@ class TiedInForward(Stack):
 @case(call(floats(2, 6, 16)), call(floats(2, 8, 16)), sequence=True, allowed=HOSTILE)
 def PooledOverSequence():
     return Pooled(norms.RmsOfEachHead)
+
+
+IDS, ODD, LONG = ids(2, 12), ids(2, 7, seed=2), ids(1, 40, seed=3)
+OVER_CP = {"tp": (), "cp": 2, "also": "tp2+cp2"}
+
+
+def next_tokens(logits, labels):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@case(call(IDS, IDS, _train=True), call(ODD), call(ODD, ODD), call(LONG, LONG), **OVER_CP)
+class TiedByProduct(Stack):
+    """The head is a product with the table in the model's own code, and so is the loss."""
+
+    def __init__(self):
+        super().__init__(attention.GroupedQueries)
+
+    def forward(self, input_ids, labels=None):
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.table.weight.t()
+        return {"logits": logits} | ({} if labels is None else {"loss": next_tokens(logits, labels)})
+
+
+class TakenTokens(nn.Module):
+    """Half of the tokens, those that a router likes, go through what is inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.inside = nn.Linear(16, 1), ResidualInAttention()
+
+    def forward(self, x):
+        weight, taken = self.router(x).squeeze(-1).topk(x.shape[1] // 2, 1)
+        taken, order = taken.sort(1)
+        at = taken.unsqueeze(-1).expand(-1, -1, x.shape[2])
+        weight = weight.gather(1, order).sigmoid().unsqueeze(-1)
+        return torch.zeros_like(x).scatter_add(1, at, self.inside(x.gather(1, at)) * weight)
+
+
+@case(call(IDS), call(ODD), call(LONG, _train=True), **OVER_CP)
+class ResidualsOutside(Stack):
+    """The model adds what blocks return, every other of which needs the whole sequence."""
+
+    def __init__(self):
+        super().__init__(ResidualInAttention)
+        self.blocks = nn.ModuleList(kind() for kind in (ResidualInAttention, TakenTokens) * 2)
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+class FirstValues(nn.Module):
+    """Values of the first block, and the first stream, go to all blocks beside the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.mlp = nn.Linear(16, 48), nn.Linear(16, 16), Mlp()
+        self.shares = nn.Parameter(torch.rand(4))
+
+    def forward(self, x, values, first):
+        x = self.shares[0] * x + self.shares[1] * first
+        q, k, v = (parted(part, 4) for part in self.qkv(x).chunk(3, -1))
+        values = v if values is None else values
+        v = self.shares[2] * v + self.shares[3] * values.view_as(v)
+        return self.mlp(x + self.out(joined(F.scaled_dot_product_attention(q, k, v, is_causal=True)))), values
+
+
+@case(call(IDS), call(ODD), call(LONG, _train=True), **OVER_CP)
+class ValueResiduals(Stack):
+    def __init__(self):
+        super().__init__(FirstValues)
+
+    def forward(self, input_ids):
+        x, values = F.layer_norm(self.table(input_ids), (16,)), None
+        first = x
+        for block in self.blocks:
+            x, values = block(x, values, first)
+        return self.head(self.norm(x))
