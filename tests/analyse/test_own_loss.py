@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
-from autoplan.values import LogitsOfPositions, Plan, SplitLogits
+from autoplan.values import AllGather, AllGatherSequence, LogitsOfPositions, Plan, SplitLogits
 
 WIDTH, HEADS, WORDS = 32, 4, 96
 
@@ -174,3 +174,64 @@ def test_a_run_that_returns_a_loss_only_is_as_one_that_returns_logits_too(dim: s
         torch.testing.assert_close(loss, model(**inputs).detach())
         torch.testing.assert_close(gradient, model.blocks[0].norm.weight.grad)
         torch.testing.assert_close(logits, model(inputs["idx"]).detach())
+
+
+class LossOnly(HomeMade):
+    """It returns its loss only, of logits that a head makes, or its own code with the table of the tokens."""
+
+    def __init__(self, table: bool) -> None:
+        super().__init__(tied=False)
+        self.table = table
+        if table:
+            del self.lm_head
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.wte(idx[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        logits = (x @ self.wte.weight.T if self.table else self.lm_head(x)).float()  # as they are, in float32
+        return F.cross_entropy(logits.transpose(1, 2), idx[:, 1:])
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}, {"tp_size": 2, "cp_size": 2}], ids=str)
+def test_a_model_that_returns_a_loss_only_gathers_no_logits(table: bool, sizes: dict[str, int]) -> None:
+    model, inputs = LossOnly(table), {"idx": given()["idx"]}
+    plan = autoplan.plan(model, inputs=inputs, **sizes)
+    over_cp, over_tp = "cp_size" in sizes, "tp_size" in sizes
+    head = "norm" if table else "lm_head"
+    own = [logits.pattern for logits in plan.runtime.of(LogitsOfPositions) if not logits.returned]
+    assert own == [head] * over_cp
+    assert [split.pattern for split in plan.runtime.of(SplitLogits) if not split.outputs] == [head] * (
+        over_tp and not table
+    )
+    if over_cp or not table:
+        assert not [done for kind in (AllGather, AllGatherSequence) for done in plan.runtime.of(kind)]
+    report = autoplan.verify(model, plan, inputs=inputs)
+    assert report.ok and autoplan.verify(model, plan, inputs={"idx": given()["idx"][:, :7]}).ok
+
+
+class LossBesideProduct(HomeMade):
+    """Its own code multiplies by the table, with a bias, what it returns and makes a loss of."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.bias = nn.Parameter(torch.randn(WORDS))
+        del self.lm_head
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.wte(idx)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.wte.weight, self.bias)
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}, {"tp_size": 2, "cp_size": 2}], ids=str)
+def test_a_loss_of_a_product_of_the_models_own_code_is_exact(sizes: dict[str, int]) -> None:
+    model, inputs = LossBesideProduct(), given()
+    plan = autoplan.plan(model, inputs=inputs, **sizes)
+    assert any(entry.style != "replicated" for entry in plan.entries)
+    assert autoplan.verify(model, plan, inputs=inputs).ok

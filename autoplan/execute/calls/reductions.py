@@ -15,6 +15,7 @@ from autoplan.common.layout import Layout, chunk
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, sum_over_ranks, take_rows
 from autoplan.execute.executors import At, executes, other_branch
 from autoplan.execute.random_streams import kept_state
+from autoplan.execute.vocabulary.own_positions import on_own_rows
 from autoplan.ops import call_record
 from autoplan.ops.convolutions import GROUPED, of_own_groups
 from autoplan.values import (
@@ -117,7 +118,7 @@ def _gathered(planned: GatherCall, at: At) -> Run:
     def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         if planned.site.function in GROUPED:
             args, kwargs = of_own_groups(args, kwargs, own, layout.size)
-        return gather_over_ranks(func(*args, **kwargs), group, planned.dim, rows)
+        return on_own_rows(func(*args, **kwargs), lambda x: gather_over_ranks(x, group, planned.dim, rows))
 
     return run
 

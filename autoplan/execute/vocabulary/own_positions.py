@@ -128,6 +128,11 @@ def position_logits(
     return as_kind(_plain(local).narrow(dim, 0, stop - start), kind)
 
 
+def on_own_rows(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Change a tensor in which each position is by itself: of position logits, own rows."""
+    return _like(change(_raw(x)), type(x)) if isinstance(x, PositionLogits) else change(x)
+
+
 def with_columns(x: PositionLogits, group: RankGroup, vocabulary: int, dim: int) -> torch.Tensor:
     """Return the same logits where a rank has only some columns of its rows."""
     return _like(as_kind(_plain(x), split_class(group, vocabulary, dim)), type(x))
