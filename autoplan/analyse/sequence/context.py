@@ -86,18 +86,14 @@ class _Outside:
         while True:
             self.own_code.clear()
             self.scaled.clear()
-            own_of = {tensor: self._back_to_modules(tensor, passed) for tensor in self.flow.final - alone}
+            passed_of = {tensor: set[int]() for tensor in self.flow.final - alone}
+            own_of = {tensor: self._back_to_modules(tensor, passed_of[tensor]) for tensor in passed_of}
             read = {t for t, own in own_of.items() if any(self._others_read(value, reached) for value in own)}
+            read |= {t for t, passed in passed_of.items() if any(map(self._is_read_behind, passed & self.cut.values))}
             if not read:
                 break
             alone |= read
-            passed.clear()
-        for tensor in passed & self.cut.values:
-            gathers = [key for key in self.gathers.get(tensor, ()) if key[0].module]
-            for use in self.flow.gradient_uses(tensor) - self.own_code if gathers else ():
-                if any(use >= key[0].last for key in gathers):
-                    raise Refused(self._reason("shared-value", use))
-            self.kept |= {tensor} if gathers else set()
+        self.kept |= {t for passed in passed_of.values() for t in passed & self.cut.values if self._gathers_of(t)}
         for crossing, tensor in tuple(self.scaled.items()):
             behind = {use for use in self.flow.gradient_uses(tensor) if use >= crossing.last}
             if behind <= self.own_code:
@@ -108,6 +104,14 @@ class _Outside:
                 del self.scaled[crossing]
                 alone.add(tensor)
         self.scaled |= {c: tensor for tensor in alone for c in self.flow.leaving[tensor] if not c.module}
+
+    def _gathers_of(self, tensor: int) -> list[Crossing]:
+        return [crossing for crossing, _ in self.gathers.get(tensor, ()) if crossing.module]
+
+    def _is_read_behind(self, tensor: int) -> bool:
+        """Return whether other calls than the model's own code read what is gathered for that."""
+        ends = [crossing.last for crossing in self._gathers_of(tensor)]
+        return bool(ends) and any(use >= min(ends) for use in self.flow.gradient_uses(tensor) - self.own_code)
 
     def _others_read(self, tensor: int, reached: set[int]) -> bool:
         """Return whether a call other than the model's own code passes it a gradient."""
