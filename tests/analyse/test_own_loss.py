@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -235,3 +236,48 @@ def test_a_loss_of_a_product_of_the_models_own_code_is_exact(sizes: dict[str, in
     plan = autoplan.plan(model, inputs=inputs, **sizes)
     assert any(entry.style != "replicated" for entry in plan.entries)
     assert autoplan.verify(model, plan, inputs=inputs).ok
+
+
+class Router(nn.Module):
+    """It keeps a part of the loss, made of all positions, where the model's own code finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        self.load = shares.mean((0, 1)).square().sum()
+        return (torch.stack([expert(x) for expert in self.experts], -1) * shares.unsqueeze(-2)).sum(-1)
+
+
+class Routed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.router(x)
+
+
+class Balanced(HomeMade):
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wte(idx)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.norm(x))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        return logits, loss + 0.1 * sum(block.router.load for block in self.blocks)
+
+
+@pytest.mark.parametrize("make", [lambda: HomeMade(tied=False, extra=True), Balanced], ids=["stream", "router"])
+def test_over_cp_a_loss_of_the_stream_beside_that_of_the_logits_is_exact(make: Callable[[], nn.Module]) -> None:
+    model, inputs = make(), given()
+    plan = autoplan.plan(model, cp_size=2, inputs=inputs)
+    assert plan.proof.ok and autoplan.verify(model, plan, inputs=inputs).ok

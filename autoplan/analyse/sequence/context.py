@@ -81,7 +81,7 @@ class _Outside:
     def _find_own_code(self) -> None:
         """Find what the model's own code makes of whole values on the way to the model's output: it is the same on each
         rank, as is a loss. Module outputs have a whole gradient there, of which each rank takes an equal part."""
-        passed, reached = set[int](), self.flow.with_gradients()
+        reached = self.flow.with_gradients()
         alone = set[int]()  # what is divided where the model returns it, since modules read it, too
         while True:
             self.own_code.clear()
