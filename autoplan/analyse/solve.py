@@ -31,7 +31,7 @@ from autoplan.analyse.splits.model_ends import (
     vocabularies,
 )
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, parted_blocks, unevenly
-from autoplan.analyse.splits.special import Recurrent, recurrent, without_own_loss
+from autoplan.analyse.splits.special import Recurrent, recurrent, returns_less, without_own_loss
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
@@ -136,7 +136,7 @@ def solve(
     if sequence_stacks is not None:
         cut = done.shards, flow, done.placement, sequence_stacks
         sequence = place_sequence(*cut, context=context, rewritten=rewritten, gathered=gathered)
-        if context and sequence.refused and not own_loss and trace is not recorded:
+        if context and sequence.refused and returns_less(trace):
             return solve(
                 recorded, tp, scoped=scoped, demands=own_demands, sequence_stacks=sequence_stacks, context=True,
                 gathered=gathered, own_loss=True,

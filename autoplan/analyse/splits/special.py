@@ -103,6 +103,11 @@ def without_own_loss(trace: Trace, context: bool, returned: bool) -> Trace:
     return replace(trace, ops=tuple(ops), calls=tuple(calls), visits=tuple(visits))
 
 
+def returns_less(trace: Trace) -> bool:
+    """Return whether it is a trace as if the model had returned logits that it never returns."""
+    return any(UNRETURNED in path for visit in trace.visits for path, _ in visit.outputs)
+
+
 def _read_for(losses: set[int], trace: Trace) -> set[int]:
     """Return the values that nothing but these calls reads, or what is made for them: an argument among these is one
     that a call may lack, whatever its name."""
@@ -129,7 +134,7 @@ def _with_logits(trace: Trace, context: bool, returned_only: bool) -> Trace:
         returned |= {places[made_by[t]]: path for path, t in visit.outputs if made_by.get(t) in places}
     visits = list(trace.visits)
     known = {tensor for visit in runs for _, tensor in visit.outputs}
-    handed = _Handed(trace, made_by, context)
+    handed = _Handed(trace, made_by, context, alone=True)
     for at, visit in enumerate(trace.visits):
         places = _places_in(visit, trace) if visit.module == "" else {}
         outputs = dict(visit.outputs)
@@ -149,21 +154,25 @@ def _with_logits(trace: Trace, context: bool, returned_only: bool) -> Trace:
 
 
 class _Handed:
-    """Values that a module hands to the model's own code, which may have changed them since. With `context`, this code
-    may multiply them by weights, too."""
+    """Values that a module hands to the model's own code, which may have changed them since (`alone`: with no others).
+    With `context`, this code may multiply them by weights, too."""
 
-    def __init__(self, trace: Trace, made_by: dict[int, int], context: bool) -> None:
-        self.trace, self.made_by, self.context = trace, made_by, context
-        self.outputs = {tensor for visit in trace.visits if visit.parent is not None for _, tensor in visit.outputs}
+    def __init__(self, trace: Trace, made_by: dict[int, int], context: bool, alone: bool = False) -> None:
+        self.trace, self.made_by, self.context, self.alone = trace, made_by, context, alone
+        within = [item for visit in trace.visits if visit.parent is not None for item in visit.outputs]
+        self.outputs = {tensor for path, tensor in within if context or not (alone and path)}
 
     def __contains__(self, tensor: int) -> bool:
         while tensor not in self.outputs and tensor in self.made_by:
             call = self.trace.calls[self.made_by[tensor]]
             product = call_record(call.name).product
-            if product is not None and not self.context:
+            values = [t for t in call.reads if self.trace.tensors[t].kind not in ("parameter", "constant")]
+            if product is not None:
+                factor = call.args[product.value] if self.context and len(call.args) > product.value else None
+                values = [factor.id] if isinstance(factor, Ref) else []
+            if not values or (self.alone and len(set(values)) > 1):
                 return False
-            values = [t for t in call.reads if self.trace.tensors[t].kind != "parameter"]
-            tensor = next(iter(values), -1)
+            tensor = values[0]
         return tensor in self.outputs
 
 
