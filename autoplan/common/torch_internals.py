@@ -107,9 +107,30 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_pre_hooks, module._forward_hooks
 
 
+def leave_out_of_graphs(module: nn.Module) -> None:
+    """Let torch.compile break its graph at a module, which runs with its hooks and children as it does uncompiled."""
+    call, apart = module._call_impl, torch.compiler.disable(module._call_impl)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (apart if torch.compiler.is_compiling() else call)(*args, **kwargs)
+
+    run.__dict__[_LEFT_OUT] = True
+    module._compiled_call_impl = run
+
+
+_LEFT_OUT = "_autoplan_left_out"
+
+
+def take_into_graphs(module: nn.Module) -> None:
+    """Undo that."""
+    if not runs_compiled(module):
+        module._compiled_call_impl = None
+
+
 def runs_compiled(module: nn.Module) -> bool:
     """Return whether the module was compiled, by `module.compile()` or `torch.compile(module)`."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    compiled = module._compiled_call_impl
+    return (compiled is not None and not hasattr(compiled, _LEFT_OUT)) or "_orig_mod" in module._modules
 
 
 def compiled_somewhere(model: nn.Module) -> bool:

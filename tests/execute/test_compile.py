@@ -8,6 +8,7 @@ not.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.execute.dropout import draws_in_code, may_draw
 from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.source import resolve
-from autoplan.values import LocalExperts
+from autoplan.values import CallRewrite, LocalExperts
 
 # (model type, with labels, options of parallelize, options of plan)
 CASES: tuple[tuple[str, bool, dict[str, Any], dict[str, Any]], ...] = (
@@ -315,7 +316,40 @@ def in_other_calls(rank: int) -> dict[str, str]:
                 found[f"{what}, {how}"] = "exact" if off < 1e-6 else f"off by {off}"
             except autoplan.PlanMismatchError as error:
                 found[f"{what}, {how}"] = str(error).splitlines()[0]
+    found |= rewritten(mesh, x, stepped)
     return found
+
+
+class Heads(nn.Module):
+    """Its code says numbers of heads and of features, which the plan rewrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = (y.view(batch, length, 4, width // 4).transpose(1, 2) for y in self.qkv(x).split(width, 2))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        made: torch.Tensor = self.out(mixed.reshape(batch, length, width))
+        return made
+
+
+def rewritten(mesh: Any, x: torch.Tensor, stepped: Callable[..., list[torch.Tensor]]) -> dict[str, str]:
+    """The same where calls are rewritten."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Heads(), nn.Linear(16, 16))
+    wanted = stepped(whole := copy.deepcopy(model), whole, {})
+    plan = autoplan.plan(copy.deepcopy(model), 2, inputs={"input": x}, prove="none")
+    assert plan.runtime.of(CallRewrite)
+    model = autoplan.parallelize(model, mesh, plan)
+    torch._dynamo.reset()
+    pairs = zip(stepped(model, torch.compile(model, backend="aot_eager"), {}), wanted, strict=True)
+    off = max(float((mine - its).abs().max()) for mine, its in pairs)
+    model[1].compile(backend="aot_eager")
+    with pytest.raises(PlanMismatchError, match="1 is compiled, and the plan rewrites calls in its code"):
+        model(x)
+    return {"rewritten calls": "exact" if off < 1e-6 else f"off by {off}"}
 
 
 @pytest.mark.gloo
@@ -334,6 +368,7 @@ def test_calls_that_nobody_recorded_are_right_or_refused_in_compiled_code() -> N
             "random numbers, the model": "exact",
             "a constant, a module": "exact",
             "a constant, the model": fill,
+            "rewritten calls": "exact",
         }
 
 

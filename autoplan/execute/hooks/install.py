@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import autoplan.execute.hooks.carried_out  # noqa: F401 - registers the executors
+from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import (
     Change,
     Noted,
@@ -26,7 +27,13 @@ from autoplan.common.nested import (
     put_back,
     signature_names,
 )
-from autoplan.common.torch_internals import DisableTorchFunction, forward_hooks
+from autoplan.common.torch_internals import (
+    DisableTorchFunction,
+    forward_hooks,
+    leave_out_of_graphs,
+    runs_compiled,
+    take_into_graphs,
+)
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.executors import Around, At, Running, copied_with_closure, execute, unwatched
 from autoplan.execute.guard.marks import as_given, looking_on
@@ -68,6 +75,8 @@ def install(module: nn.Module, work: ModuleWork, running: Running) -> Worker:
     """Install the hooks that do the work of one module."""
     worker = Worker(module, work, running)
     worker.handles = listen(module, worker)
+    if worker.calls is not None:  # whose places compiled code does not tell
+        leave_out_of_graphs(module)
     return worker
 
 
@@ -134,6 +143,8 @@ class Worker(Hooks):
         for handle in self.handles:
             handle.remove()
         self.handles = []
+        if self.calls is not None:
+            take_into_graphs(self.module)
 
     @property
     def can_move(self) -> bool:
@@ -147,6 +158,12 @@ class Worker(Hooks):
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.running.runs_whole:
             return args, kwargs
+        if self.calls is not None and runs_compiled(module):
+            raise PlanMismatchError(
+                f"{self.work.name or 'the model'} is compiled, and the plan rewrites calls in its code, which compiled "
+                "code does not show",
+                hint="compile the model, or a block around that module: both leave it out, and it runs as it is",
+            )
         return unwatched(self._before, args, kwargs) if torch.compiler.is_compiling() else self._before(args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> Any:

@@ -212,13 +212,13 @@ def test_cross_attention_runs_for_own_heads() -> None:
         assert autoplan.verify(model, plan, inputs=feeds_of("encoder", length)).ok
 
 
-def test_a_tower_that_cannot_be_cut_is_whole_on_every_rank() -> None:
+def test_a_tower_whose_positions_are_read_alone_is_cut_up_to_its_end() -> None:
     torch.manual_seed(3)
     model, feeds = WithPicture().double(), feeds_of("picture", 14)
     plan = autoplan.plan(model, cp_size=2, inputs=feeds)
     cut = {one.pattern.partition(".")[0] for one in plan.runtime.of(OwnPositions)}
-    assert "layers" in cut and "tower" not in cut
-    assert any("all blocks of tower" in finding.message for finding in plan.findings)
+    assert {"layers", "tower"} <= cut
+    assert any("tower.1: select in the model reads across" in finding.message for finding in plan.findings)
     for length in (14, 11):
         assert autoplan.verify(model, plan, inputs=feeds_of("picture", length)).ok
 
