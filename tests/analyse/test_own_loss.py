@@ -281,3 +281,21 @@ def test_over_cp_a_loss_of_the_stream_beside_that_of_the_logits_is_exact(make: C
     model, inputs = make(), given()
     plan = autoplan.plan(model, cp_size=2, inputs=inputs)
     assert plan.proof.ok and autoplan.verify(model, plan, inputs=inputs).ok
+
+
+class LossOfInput(nn.Module):
+    """It returns its input, and a loss of it, as they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = x.float().contiguous()
+        return x, self.down(F.gelu(self.up(x))), F.cross_entropy(x.flatten(0, 1), targets.flatten())
+
+
+def test_a_loss_of_an_input_that_is_returned_is_planned() -> None:
+    inputs = {"x": torch.randn(2, 8, WIDTH), "targets": torch.randint(0, WIDTH, (2, 8))}
+    plan = autoplan.plan(LossOfInput(), tp_size=2, inputs=inputs)
+    assert {entry.pattern: entry.style for entry in plan.entries} == {"up": "colwise", "down": "rowwise"}

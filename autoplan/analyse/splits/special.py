@@ -177,9 +177,9 @@ class _Handed:
 
 
 def _makers(trace: Trace) -> dict[int, int]:
-    """Return the first call that returns each tensor: later ones return it as it was given (`x.float()`)."""
+    """Return the call that makes each tensor: others return it as it was given (`x.float()`), or write into it."""
     calls = reversed(list(enumerate(trace.calls)))
-    return {tensor: number for number, call in calls for tensor in call.results}
+    return {tensor: number for number, call in calls for tensor in set(call.results).difference(call.reads)}
 
 
 def _places_in(run: ModuleVisit, trace: Trace) -> dict[int, tuple[Any, ...]]:
