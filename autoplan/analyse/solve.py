@@ -115,11 +115,9 @@ def solve(
 
     With `sequence_stacks` (the blocks of every stack) the stream between split regions is sharded along the sequence.
     `demands` are what a handwritten plan leaves to decide. `context`: split only the axes that calls which mix
-    positions treat independently (heads). `gathered`: see Capabilities. `own_loss`: a loss of logits that the
-    model does not return needs all of them.
+    positions treat independently (heads). `gathered`: see Capabilities. `own_loss`: see `without_own_loss`.
     """
-    recorded, own_demands = trace, demands
-    trace = without_own_loss(trace, context, own_loss)
+    recorded, own_demands, trace = trace, demands, without_own_loss(trace, context, own_loss)
     flow = CallFlow(trace, blocks=chain.from_iterable(sequence_stacks or ()))
     axes, refusals = infer_axes(trace), list[AxisWhole]()
     if context:
@@ -137,10 +135,8 @@ def solve(
         cut = done.shards, flow, done.placement, sequence_stacks
         sequence = place_sequence(*cut, context=context, rewritten=rewritten, gathered=gathered)
         if context and sequence.refused and returns_less(trace):
-            return solve(
-                recorded, tp, scoped=scoped, demands=own_demands, sequence_stacks=sequence_stacks, context=True,
-                gathered=gathered, own_loss=True,
-            )  # fmt: skip
+            return solve(recorded, tp, scoped=scoped, demands=own_demands, sequence_stacks=sequence_stacks,
+                         context=True, gathered=gathered, own_loss=True)  # fmt: skip
     return replace(_solution(trace, flow, done, tp, refusals, sequence, legal, demands), parted=parted)
 
 

@@ -84,11 +84,11 @@ def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
 # as does one that is added to something else: that sum would be lost.
 
 
-def without_own_loss(trace: Trace, context: bool, returned: bool) -> Trace:
+def without_own_loss(trace: Trace, context: bool, own_loss: bool) -> Trace:
     """Return the trace as if the model had returned its logits and computed no loss from them. With `context`, they may
-    be a product of the model's own code: such code runs on own positions. `returned`: only logits that some run of the
-    model returns."""
-    recorded, trace = trace, _with_logits(trace, context, returned)
+    be a product of the model's own code: such code runs on own positions. With `own_loss`, a loss of logits
+    that no run of the model returns stays."""
+    recorded, trace = trace, _with_logits(trace, context, own_loss)
     taken = _losses(trace, context)
     if not taken:
         return recorded
@@ -123,7 +123,7 @@ def _read_for(losses: set[int], trace: Trace) -> set[int]:
     return {tensor for tensor, by in readers.items() if by and by <= gone}
 
 
-def _with_logits(trace: Trace, context: bool, returned_only: bool) -> Trace:
+def _with_logits(trace: Trace, context: bool, own_loss: bool) -> Trace:
     """Return the trace as if a run that returns a loss only had returned the logits, too: where other runs return
     them, or else at `UNRETURNED`."""
     made_by = _makers(trace)
@@ -148,7 +148,7 @@ def _with_logits(trace: Trace, context: bool, returned_only: bool) -> Trace:
             scalar = path in outputs and not trace.tensors[outputs[path]].shape
             if place is not None and (scalar or (path not in outputs and all(isinstance(p[0], str) for p in outputs))):
                 visits[at] = replace(visits[at], outputs=(*visits[at].outputs, (path, made[place])))
-            elif not returned_only and place is None and shown and known.isdisjoint(shown) and shown[-1] in handed:
+            elif not own_loss and place is None and shown and known.isdisjoint(shown) and shown[-1] in handed:
                 visits[at] = replace(visits[at], outputs=(*visits[at].outputs, ((UNRETURNED, number), shown[-1])))
     return replace(trace, visits=tuple(visits))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -218,7 +217,7 @@ def _variance(planned: VarianceCall, at: At) -> Callable[[Any, Any, Any], torch.
         means, spreads = gather_over_ranks(own, group, 0, ranks).unbind(1)
         parts = wide.new_tensor(counts).div(sum(counts)).view(-1, *[1] * x.dim())
         whole = (parts * means).sum(0)
-        count = prod(x.size(dim) for dim in dims) * sum(counts) / counts[group.rank]
+        count = math.prod(x.size(dim) for dim in dims) * sum(counts) / counts[group.rank]
         variance = (parts * (spreads + (means - whole).square())).sum(0) * count / max(count - planned.correction, 0)
         results = (variance.sqrt() if name == "std" else variance, whole)[: 2 if with_mean else 1]
         shaped = tuple((result if planned.keepdim else result.squeeze(dims)).to(x.dtype) for result in results)
