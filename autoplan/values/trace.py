@@ -164,6 +164,11 @@ class Call(_Recorded):
     grad_enabled: bool = True
     place: str = ""
 
+    @property
+    def source(self) -> tuple[str, str, str]:
+        """The module, the function and the place in the code: what its repetitions share."""
+        return self.module, self.name, self.place
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleVisit:

@@ -98,8 +98,8 @@ class SequenceWork:
 
     def joined(self, calls: tuple[CallRewrite, ...], trace: Trace) -> Iterator[CallRewrite]:
         """Yield the work of calls together with this."""
-        lengths = {_place_of(trace.calls[index]): given for index, given in self.lengths.items()}
-        kept = {_place_of(trace.calls[index]): how for index, how in self.kept.items()}
+        lengths = {trace.calls[index].source: given for index, given in self.lengths.items()}
+        kept = {trace.calls[index].source: how for index, how in self.kept.items()}
         names, unmarked = ("arguments", "copies", "cuts", "sometimes"), set[_Place]()
         for call in calls:
             place = (call.pattern, call.site.function, call.site.place)
@@ -124,7 +124,7 @@ def _by_place(
     """
     trace = flow.trace
     runs = Counter(visit.module for visit in trace.visits)
-    for rounds in _rounds(trace, {_place_of(trace.calls[index]) for index in wanted}):
+    for rounds in _rounds(trace, {trace.calls[index].source for index in wanted}):
         for mark, indices in _told_apart(rounds, wanted, flow, shards):
             built = _most(indices, wanted)
             if not _agree(indices, wanted, flow):
@@ -203,17 +203,13 @@ def _rounds(trace: Trace, places: set[_Place]) -> Iterable[list[list[int]]]:
     rounds_of: dict[_Place, list[list[int]]] = {}
     before: Counter[tuple[_Place, int]] = Counter()
     for index, call in enumerate(trace.calls):
-        if (place := _place_of(call)) in places:
+        if (place := call.source) in places:
             rounds, number = rounds_of.setdefault(place, []), before[place, call.visit]
             before[place, call.visit] += 1
             if number == len(rounds):
                 rounds.append([])
             rounds[number].append(index)
     return rounds_of.values()
-
-
-def _place_of(call: Call) -> _Place:
-    return call.module, call.name, call.place
 
 
 def _split_in(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:

@@ -112,15 +112,18 @@ class Positions:
         passed = (item for _, item in symbolics((call.args, call.kwargs)))
         return [item for item in passed if any(map(self._is_length, item.parts("size")))]
 
-    def lengths_of_shards(self, index: int, is_local: Callable[[int, int], bool]) -> tuple[LengthArgument, ...] | None:
-        """Return where a call is passed lengths of shards; None if one is no multiple of them plus a number.
-        `is_local`: whether code reads a dim of a tensor off a shard."""
+    def lengths_to_change(
+        self, index: int, is_one: Callable[[int, int], bool], own: bool = False
+    ) -> tuple[LengthArgument, ...] | None:
+        """Return where a call is passed lengths of shards that should be whole, or the reverse if it should get its
+        `own`; None if one is no multiple of them plus a number. `is_one`: whether a dim of a tensor is one, as code
+        reads it."""
         call, arguments = self.trace.calls[index], list[LengthArgument]()
         for path, item in symbolics({"args": call.args, "kwargs": call.kwargs}):
 
             def value(local: int, other: int, item: Symbolic = item) -> int | None:
                 def size(tensor: int, dim: int) -> int:
-                    return self.trace.tensors[tensor].shape[dim] * (local if is_local(tensor, dim) else other)
+                    return self.trace.tensors[tensor].shape[dim] * (local if is_one(tensor, dim) else other)
 
                 return evaluate(item.origin, size, lambda _: 1)
 
@@ -133,7 +136,7 @@ class Positions:
             if once != twice or once != more:
                 if more - once != 4 * (twice - once) or plus != 2 * of_others - twice_of_others:
                     return None
-                arguments.append(LengthArgument(path, SequenceName(""), plus))
+                arguments.append(LengthArgument(path, SequenceName(""), plus, own))
         return tuple(arguments)
 
     def _is_length(self, size: tuple[Any, ...]) -> bool:

@@ -117,7 +117,7 @@ class Stream(CutStream):
             if index in self.told_whole or not self._is_position_independent(index):
                 refusal = self._whole("told-shard", index)
                 self._gather_around(index, refusal)
-                lengths = self.positions.lengths_of_shards(index, lambda t, d: self.local_size(t, d, index) < 0)
+                lengths = self.positions.lengths_to_change(index, lambda t, d: self.local_size(t, d, index) < 0)
                 if lengths is None:
                     raise Refused(refusal)
                 self.result.work.lengths[index] = lengths
@@ -145,6 +145,8 @@ class Stream(CutStream):
             self.result.attended[index] = SequenceName("")
         self._note_gradients(index, inputs, cut)
         self._note_draws(index)
+        if not self.sizes_follow(index):
+            self.result.work.lengths[index] = self.own_lengths(index) or ()
         self.cut.update(t for t in outputs if self.positions.dims_of(t))
 
     def _note_draws(self, index: int) -> None:
@@ -197,7 +199,7 @@ class Stream(CutStream):
             return mixes
         if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):
             return self._whole("enters-split", index)
-        if not self.sizes_follow(index):
+        if not self.sizes_follow(index) and self.own_lengths(index) is None:
             return self._whole("told-length", index)
         return None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.sequence.changes import Refused, Restart, SequencePlacement
 from autoplan.analyse.sequence.positions import Positions
+from autoplan.analyse.sequence.windows import uneven_places
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term
@@ -22,6 +23,7 @@ from autoplan.values import (
     AllReduceGradient,
     Boundary,
     Call,
+    LengthArgument,
     ModuleVisit,
     ScaleGradient,
     WithholdPartial,
@@ -52,6 +54,7 @@ class CutStream:
         self.evened: set[HookPoint] = set()  # where that is done in all runs, if they have shards there
         self.scattering: set[int] = set()  # calls inside modules that sum, and keep own positions
         self.told_whole: set[int] = set()  # calls that could make a value for own positions, but make it for all
+        self.told_unevenly = set[tuple[str, str, str]]()  # where not all repetitions need their own length
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
         self.shares = shares  # may calls on shards read values without positions that others read, too?
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)
@@ -169,6 +172,16 @@ class CutStream:
             for item in self.positions.lengths_passed(index)
         )
 
+    def own_lengths(self, index: int) -> tuple[LengthArgument, ...] | None:
+        """Return the lengths of the whole sequence that a call on shards is passed, if it can be passed its own."""
+        if not self.context or self.trace.calls[index].source in self.told_unevenly:
+            return None
+        return self.positions.lengths_to_change(index, lambda t, d: self._is_told(t, d, index), own=True)
+
+    def _is_told(self, tensor: int, dim: int, index: int) -> bool:
+        """Return whether code at a call reads the length of the whole sequence off a dim."""
+        return self.positions.has(self.shards.axes.of(tensor)[dim]) and self.local_size(tensor, dim, index) > 0
+
     def receives_local_length(self, index: int) -> bool:
         """Return whether a call on whole values gets a length that was read from a sharded one."""
         return any(
@@ -242,6 +255,10 @@ class CutStream:
                 call = self.trace.calls[min(by_whole)]
                 name = self.trace.tensors[tensor].names[0]
                 raise Refused(WholeSequence("shared-parameter", call.module, call.name, parameter=name))
+        own = {index: each for index, each in result.work.lengths.items() if each and each[0].own}
+        if uneven := uneven_places(own, self.trace):
+            self.told_unevenly |= uneven
+            raise Restart
         self._even_points()
         self._note_shards()
 

@@ -19,7 +19,7 @@ from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Extent, Reduction
 from autoplan.ops.records.record import writes_in_place
-from autoplan.values import AttendAcross, Call, CallSite, Op, SequenceName, Symbolic, refs
+from autoplan.values import AttendAcross, Call, CallSite, Op, SequenceName, Symbolic, Trace, refs
 from autoplan.values.not_placed import WholeSequence
 
 Window = tuple[Term, int, int]  # the axis of positions, and the first and last position read, relative to each
@@ -163,12 +163,13 @@ def attended(calls: dict[int, SequenceName], shards: Shards) -> tuple[AttendAcro
 
 
 def check_places(calls: Mapping[int, object], shards: Shards) -> None:
-    """Raise Refused unless all calls at one place of a module are among these, with the same needs."""
-    needs = {_place(shards.trace.calls[index]): need for index, need in calls.items()}
-    for index, call in enumerate(shards.trace.calls):
-        if _place(call) in needs and (index not in calls or calls[index] != needs[_place(call)]):
-            raise Refused(WholeSequence("runs-both-ways", call.module))
+    """Raise Refused where other calls at the place of one of these have other needs."""
+    for module, _, _ in sorted(uneven_places(calls, shards.trace)):
+        raise Refused(WholeSequence("runs-both-ways", module))
 
 
-def _place(call: Call) -> tuple[str, str, str]:
-    return call.module, call.name, call.place
+def uneven_places(calls: Mapping[int, object], trace: Trace) -> set[tuple[str, str, str]]:
+    """Return the places in code at which these calls have other needs than other calls there."""
+    needs = {trace.calls[index].source: need for index, need in calls.items()}
+    placed = ((call.source, calls.get(index)) for index, call in enumerate(trace.calls) if call.source in needs)
+    return {source for source, need in placed if need != needs[source]}

@@ -74,7 +74,7 @@ class _PlannedCall:
             for path, passed, wanted in self.literals:
                 everything = _set(everything, path, partial(self._literal, passed, wanted))
             for length in self.planned.lengths:
-                everything = _set(everything, length.path, partial(self._of_all, length))
+                everything = _set(everything, length.path, partial(self._of_length, length))
             for path in self.planned.copies:
                 everything = _set(everything, path, lambda x: copy_to_ranks(x, self.at.group))
             args, kwargs = everything["args"], everything["kwargs"]
@@ -98,16 +98,19 @@ class _PlannedCall:
             raise other_branch(f"{self.at.where}: {self.site} passes {have}, but the plan was made for {passed}")
         return have * wanted // passed
 
-    def _of_all(self, argument: LengthArgument, have: int) -> int:
-        """Return the number for all positions, where the code passes that for those of a rank."""
+    def _of_length(self, argument: LengthArgument, have: int) -> int:
+        """Return the number for all positions, where the code passes that for those of a rank, or the reverse."""
         running = self.at.running
         length = running.lengths[argument.sequence.name]
-        own, passed = positions_of_a_rank(length, running.sequence), have - argument.plus
+        told, wanted = positions_of_a_rank(length, running.sequence), length
+        if argument.own:
+            told, wanted = wanted, told
         if have == -1 or running.runs_whole:
             return have
-        if passed % own:
-            raise other_branch(f"{self.at.where}: {self.site} passes {have}, but a rank has {own} positions")
-        return passed // own * length + argument.plus
+        if (have - argument.plus) % told:
+            who = "all ranks have" if argument.own else "a rank has"
+            raise other_branch(f"{self.at.where}: {self.site} passes {have}, but {who} {told} positions")
+        return (have - argument.plus) // told * wanted + argument.plus
 
 
 class PlannedCalls:

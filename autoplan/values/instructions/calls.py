@@ -51,11 +51,12 @@ class LiteralArgument:
 @dataclass(frozen=True)
 class LengthArgument:
     """A number at `path` in a call's arguments, a multiple of a sequence's length `plus` a number: the code passes that
-    of a rank's positions, and the call runs on all of them."""
+    of a rank's positions, and the call runs on all of them; the other way round where it runs on a rank's `own`."""
 
     path: tuple[Any, ...]
     sequence: SequenceName
     plus: int = 0
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class CallRewrite(Instruction):
     def said(self, ranks: int) -> str:
         done = [
             *(["local sizes"] if self.arguments else []),
-            *(["the global sequence length"] if self.lengths else []),
+            *dict.fromkeys(f"the {'local' if each.own else 'global'} sequence length" for each in self.lengths),
             *(["gradients of its inputs summed"] if self.copies else []),
             *([self.says] if self.says else []),
             *(["output sliced to the rank's shard"] if self.cuts else []),
