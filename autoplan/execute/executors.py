@@ -154,6 +154,8 @@ class Running:
     can_run_whole: bool = False  # whether calls with a cache are run whole (hooks/root.py)
     runs_whole: bool = False  # whether this one is
     more_groups: dict[str, RankGroup] = field(default_factory=dict)  # with a second split: the groups "cp" and "all"
+    # objects that modules share (a config), what they held, and modules' copies, each with the attribute edited there
+    holders: list[tuple[Any, dict[str, Any], list[tuple[Any, str]]]] = field(default_factory=list)
 
     @property
     def groups(self) -> dict[str, RankGroup]:
@@ -184,6 +186,24 @@ class Running:
         backward, outside the model's forward."""
         randomness = self.randomness
         return randomness.active or randomness.always or module.training
+
+    def copy_holder(self, shared: Any, edited: str) -> Any:
+        """Return a copy of an object that modules share, which keeps all but the edited attribute equal to it."""
+        copies = next((copies for holder, _, copies in self.holders if holder is shared), None)
+        if copies is None:
+            copies = []
+            self.holders.append((shared, dict(vars(shared)), copies))
+        copies.append((own := copy.copy(shared), edited))
+        return own
+
+    def follow_holders(self) -> None:
+        """Set in the copies what has changed (an attention implementation, say)."""
+        for shared, held, copies in self.holders:
+            for name, value in vars(shared).items():
+                if held.get(name, held) is not value:
+                    held[name] = value
+                    for own, edited in copies:
+                        vars(own).update({} if name == edited else {name: value})
 
     @property
     def returns_whole_logits(self) -> bool:

@@ -24,8 +24,8 @@ from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.verify import verify
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
-from autoplan.hf.source import Source
-from autoplan.values import DrawOnShards
+from autoplan.hf.source import Source, resolve
+from autoplan.values import DrawOnShards, IntegerEdit
 
 
 def toy(**kwargs) -> Toy:
@@ -325,3 +325,17 @@ def test_one_clone_is_tried_recorded_and_verified(monkeypatch: pytest.MonkeyPatc
     plan = autoplan.plan(LlamaConfig(**CONFIG), tp_size, prove=prove)
     assert plan.proof.ok and plan.proof.method == prove, plan.proof
     assert counted.calls == {"tiny": 1, "feeds_at": 2}  # calls of two sizes
+
+
+def test_modules_with_a_config_of_their_own_follow_what_is_changed_in_the_shared_one() -> None:
+    """Each attention layer of Phi-3 reads its heads off the config, of which it gets a copy; what is switched in the
+    shared one must reach it, or masks are made for another kernel than the one that runs."""
+    torch.manual_seed(0)
+    model = resolve("phi3").tiny(dtype=torch.float64)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, :4] = 0
+    plan = autoplan.plan(model, 2)
+    assert "config.num_attention_heads" in {edit.name for edit in plan.runtime.of(IntegerEdit)}
+    inputs = {"input_ids": torch.randint(3, 40, (2, 10)), "attention_mask": mask, "use_cache": False}
+    report = autoplan.verify(model, plan, inputs=inputs, checks=("attention",))
+    assert report.ok and "attention" in report.details["checked"], report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -209,7 +208,7 @@ def _edit(edit: IntegerEdit, at: At) -> Callable[[], None]:
         if holder not in state:
             raise _mismatch(name, edit, "no such attribute")
         shared = state[holder]
-        own = copy.copy(shared)
+        own = at.running.copy_holder(shared, key)
         _set(own.__dict__, key, name, edit, rank)
         state[holder] = own
         return lambda: state.__setitem__(holder, shared)

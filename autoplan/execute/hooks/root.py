@@ -141,6 +141,8 @@ class Root(Hooks):
         if self.running.depth > 1:
             return
         arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        if not torch.compiler.is_compiling():
+            self.running.follow_holders()
         if (self.unsummed or self.running.context) and torch.is_grad_enabled():
             for name in arguments if self.running.context else self.unsummed:
                 if any(tensor.requires_grad for _, tensor in flatten_tensors(arguments.get(name))):
