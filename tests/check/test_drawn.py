@@ -106,3 +106,10 @@ def test_laws_see_what_depends_and_what_is_distributed_otherwise(made: Any, said
     ranks = [_observed(one, 100, 200), _observed(made(one, other), 900, 200)]
     found = laws_of_draws(_observed(whole, 0, 400), ranks)
     assert [said in finding.message for finding in found] == [True] * bool(said)
+
+
+def test_uneven_masks_drawn_apart_are_independent() -> None:
+    """Of a mask that keeps most, numbers are above their mean over the runs more often than below it."""
+    drawn = torch.rand(3, RUNS, 4096, generator=torch.Generator().manual_seed(1)) < 0.8
+    whole, one, other = drawn.double()
+    assert not laws_of_draws(_observed(whole, 0, 8192), [_observed(one, 100, 4096), _observed(other, 900, 4096)])

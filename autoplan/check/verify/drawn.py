@@ -9,6 +9,7 @@ fixed ones (`FixedNoise`), everything computed from them can be compared with th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -113,8 +114,8 @@ def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, tor
                 text = f"draws on rank {number} depend on those on rank 0 ({related:.0f} standard errors)"
                 yield _broken(site, text)
                 return
-        want = torch.cat([alone[name][2:] for name in names])
-        away = _distance(want, torch.cat([part.flatten() for part in of_ranks]))
+        want = torch.stack([alone[name][2:] for name in names])
+        away = _distance(*(torch.cat([x.unique(dim=0).flatten() for x in runs]) for runs in ([want], of_ranks)))
         if away > _FAR:
             yield _broken(site, f"the distribution is {away:.0f} standard errors from the unsharded model's")
             return
@@ -132,11 +133,12 @@ def _sites(alone: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 
 def _agreement(first: torch.Tensor, other: torch.Tensor) -> float:
-    """Return how often numbers are on the same side of their means over the runs, in standard errors. (Signs have a
-    variance; some distributions have none.)"""
-    sides = ((first - first.mean(0)).sign() * (other - other.mean(0)).sign()).flatten()
-    error = float(sides.square().sum()) ** 0.5
-    return float(sides.sum()) / error if error else 0.0
+    """Return how often numbers move in the same direction from one run to another, in standard errors. (Whatever is
+    drawn at a place, it moves up as often as down; numbers around a mean are not as often above it as below.)"""
+    pairs = combinations(range(len(first)), 2)
+    alike = torch.stack([(first[a] - first[b]).sign() * (other[a] - other[b]).sign() for a, b in pairs]).sum(0)
+    error = float(alike.square().sum()) ** 0.5
+    return float(alike.sum()) / error if error else 0.0
 
 
 def _distance(want: torch.Tensor, have: torch.Tensor) -> float:
