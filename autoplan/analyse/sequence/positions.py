@@ -11,13 +11,12 @@ from collections.abc import Callable, Collection, Iterable
 from math import prod
 from typing import Any
 
-from autoplan.analyse.infer import Axes
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term, find, leaves
-from autoplan.ops import call_record
+from autoplan.ops import call_record, op_record
 from autoplan.ops.records.on_shards import Indexed
-from autoplan.values import LengthArgument, SequenceName, Symbolic, symbolics
+from autoplan.values import LengthArgument, SequenceName, Symbolic, Trace, refs, symbolics
 
 # Events along the sequence that leave each position by itself.
 _LOCAL = frozenset({"free_a", "batch_a", "batch_w", "conv_group", "created", "const", "random"})
@@ -31,7 +30,7 @@ class Positions:
         self.trace, self.axes = shards.trace, shards.axes
         self.wholes = {tuple(find(leaf) for leaf in leaves(axis)): find(axis).size for axis in sequences}
         self.sequences = {leaf for whole in self.wholes for leaf in whole}
-        self._crossing = coupling_ops(self.axes)
+        self._crossing = coupling_ops(shards)
 
     @staticmethod
     def of(terms: tuple[Term, ...], in_blocks: Collection[Term], anywhere: Collection[Term]) -> Term | None:
@@ -145,10 +144,25 @@ class Positions:
         return dim < len(terms) and self.has(terms[dim])
 
 
-def coupling_ops(axes: Axes) -> dict[int, set[Term]]:
+def coupling_ops(shards: Shards) -> dict[int, set[Term]]:
     """Return for every op the axes on which it left an event that couples positions."""
     coupling: dict[int, set[Term]] = {}
-    for op, event, term in axes.marked_by:
+    for op, event, term in shards.axes.marked_by:
         if event not in _LOCAL:
             coupling.setdefault(op, set()).update(find(leaf) for leaf in leaves(term))
+    for op in _only_checked(shards.trace, coupling):
+        del coupling[op]
     return coupling
+
+
+def _only_checked(trace: Trace, ops: Collection[int]) -> list[int]:
+    """Return those of these ops whose results a torch function only checks (`one_hot` its ids)."""
+    checked = []
+    for call in trace.calls:
+        for op in range(*call.ops):
+            if op in ops and len(inside := range(op + 1, call.ops[1])):
+                results = set(trace.ops[op].results)
+                users = [trace.ops[i] for i in inside if not results.isdisjoint(refs(trace.ops[i].args))]
+                told = bool(users) and all(op_record(user.name).tells for user in users)
+                checked += [op] if told and results.isdisjoint(refs(call.outputs)) else []
+    return checked

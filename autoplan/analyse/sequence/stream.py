@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.sequence.changes import Refused, Restart, SequencePlacement
+from autoplan.analyse.sequence.picks import Picks
 from autoplan.analyse.sequence.positions import Positions, coupling_ops
 from autoplan.analyse.sequence.stream_state import CutStream
 from autoplan.analyse.sequence.windows import Windows, own_queries
@@ -49,7 +50,7 @@ class Stream(CutStream):
         """Find where runs of the model enter the stack with a sequence; False if none does."""
         visits = [(i, v) for i, v in enumerate(self.trace.visits) if v.module in self.names]
         calls = (call for _, v in visits for call in self.trace.calls[slice(*v.calls)])
-        coupling, in_blocks = coupling_ops(self.shards.axes), {op for call in calls for op in range(*call.ops)}
+        coupling, in_blocks = coupling_ops(self.shards), {op for call in calls for op in range(*call.ops)}
         self.coupled = set().union(*(coupling.get(op, set()) for op in in_blocks)), set().union(*coupling.values())
         sequences = []
         for root in (v for v in self.trace.visits if v.parent is None):
@@ -67,6 +68,9 @@ class Stream(CutStream):
         self.positions = Positions(self.shards, sequences, self.context)
         self.own_queries = own_queries(self.shards, self.flow, self.positions) if self.apart else {}
         self.windows = Windows(self.shards, self.flow, self.positions)
+        if self.context:
+            picks = Picks(self.shards, self.flow, self.positions)
+            self.picking, self.rows = picks.calls, picks.rows
         self.first_call = min((*(start.first for start in self.starts), *(made.last for made in self.made_at)))
         self.last_call = max(v.calls[1] for _, v in visits)
         return True
@@ -124,7 +128,7 @@ class Stream(CutStream):
                 self._cut_sums(index, outputs)
                 return
             self._note_gradients(index, inputs, cut)
-            self.cut.update(t for t in outputs if self.positions.dims_of(t))
+            self.cut.update(t for t in outputs if t in self.rows or self.positions.dims_of(t))
             return
         if flow.is_identity(index):
             self._note_draws(index)  # a dropout, in a model that is evaluated
@@ -147,7 +151,7 @@ class Stream(CutStream):
         self._note_draws(index)
         if not self.sizes_follow(index):
             self.result.work.lengths[index] = self.own_lengths(index) or ()
-        self.cut.update(t for t in outputs if self.positions.dims_of(t))
+        self.cut.update(t for t in outputs if t in self.rows or self.positions.dims_of(t))
 
     def _note_draws(self, index: int) -> None:
         """Note draws for a piece of the sequence, which differ between ranks."""
@@ -206,6 +210,10 @@ class Stream(CutStream):
     def mixes(self, index: int, cut: list[int]) -> WholeSequence | None:
         """Return how a call treats positions other than independently; None if it does not."""
         call = self.trace.calls[index]
+        if index in self.picking:
+            return None
+        if not self.rows.isdisjoint(cut):
+            return self._whole("reads-across", index)
         for op in range(*call.ops):
             if self.positions.crossed_by(op):
                 return WholeSequence("reads-across", call.module, self.trace.ops[op].name)
@@ -277,7 +285,7 @@ class Stream(CutStream):
                 raise Restart
         elif maker is not None and maker > self.first_call:
             for source in self.flow.inputs[maker]:
-                if self.positions.dims_of(source) and self._cut_here(source, maker):
+                if (source in self.rows or self.positions.dims_of(source)) and self._cut_here(source, maker):
                     self._make_whole(source, maker, reason)
         raise Refused(replace(reason, inside=True))
 

@@ -57,6 +57,7 @@ class CutStream:
         self.told_unevenly = set[tuple[str, str, str]]()  # where not all repetitions need their own length
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
         self.shares = shares  # may calls on shards read values without positions that others read, too?
+        self.picking, self.rows = set[int](), set[int]()  # calls that pick positions, and values of those (picks.py)
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))

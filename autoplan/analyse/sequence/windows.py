@@ -30,7 +30,7 @@ class Windows:
 
     def __init__(self, shards: Shards, flow: CallFlow, positions: Positions) -> None:
         self.trace, self.axes, self.flow, self.positions = shards.trace, shards.axes, flow, positions
-        self.coupled = coupling_ops(shards.axes)
+        self.coupled = coupling_ops(shards)
         self.read: dict[int, Window] = {}
         self.reach = cache(self._reach)
 
