@@ -64,6 +64,7 @@ from autoplan.values.instructions.calls import (
     VarianceCall,
 )
 from autoplan.values.instructions.modules import (
+    PICKING,
     AroundModule,
     Capabilities,
     Constant,

@@ -78,7 +78,7 @@ def place_sequence(
     waiting = [names for names in stacks if names][::-1]
     while waiting:
         names = waiting.pop()
-        walk, stream = _walked(shards, flow, placement, names, context)
+        walk, stream = _walked(shards, flow, placement, names, context, gathered or ())
         if stream is None:
             without.append(WholeSequence("no-positions", names[0]))
         elif stream.refused:
@@ -112,13 +112,18 @@ def place_sequence(
 
 
 def _walked(
-    shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool
+    shards: Shards,
+    flow: CallFlow,
+    placement: Placement,
+    names: tuple[str, ...],
+    context: bool,
+    gathered: Collection[HookKind],
 ) -> tuple[Stream, SequencePlacement | None]:
     """The best of the ways to follow the stream of these blocks."""
     best = None
     ways = [(context, False), (False, False), (context, True)][: 3 if context else 1]
     for rescales, outside, (apart, shares) in product((False, True), (False, True), ways):
-        walk = Stream(shards, flow, placement, names, context, apart, shares, outside, rescales)
+        walk = Stream(shards, flow, placement, names, context, apart, shares, outside, rescales, gathered)
         stream = walk.run()
         if stream is None or (not stream.refused and walk.leaves_blocks_cut() and not walk.whole):
             return walk, stream

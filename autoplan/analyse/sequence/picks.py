@@ -9,23 +9,27 @@ out: sums, sorts and statistics over positions or rows.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, leaves
+from autoplan.common.patterns import is_under, like_modules
 from autoplan.ops import call_record
 from autoplan.ops.records.on_shards import Indexed
-from autoplan.values import Ref, refs
+from autoplan.values import HookKind, Ref, refs
 
 _PICKED = frozenset({Event.INDEX, Event.SCATTER})
 _COUNTED = frozenset({Event.REDUCE_LIN, Event.REDUCE_LOGIC, Event.SORT})
 
 
 class Picks:
-    """The calls that pick positions, work on rows or put them back (`calls`), and what they make of rows (`rows`)."""
+    """The calls that pick positions, work on rows or put them back (`calls`), and what they make of rows (`rows`).
+    `gathered`: see Capabilities."""
 
-    def __init__(self, shards: Shards, flow: CallFlow, positions: Positions) -> None:
+    def __init__(self, shards: Shards, flow: CallFlow, positions: Positions, gathered: Collection[HookKind]) -> None:
         self.trace, self.axes, self.flow, self.positions = shards.trace, shards.axes, flow, positions
         self.rows, self.calls = set[int](), set[int]()
         self.counts: dict[int, set[int]] = {}  # what was counted -> the calls that count
@@ -33,7 +37,9 @@ class Picks:
         self.events: dict[int, list[tuple[str, set[Term]]]] = {}
         for op, event, term in self.axes.marked_by:
             self.events.setdefault(op, []).append((event, {find(leaf) for leaf in leaves(term)}))
-        spoilt = set[int]()
+        alike = like_modules(self.trace.module_classes) if gathered else {}
+        whole = {name for name, kind in alike.items() if any(is_under(at, kind) for at, s in gathered if s == "input")}
+        spoilt = {index for index, call in enumerate(self.trace.calls) if call.module in whole}
         for index in range(len(self.trace.calls)):
             spoilt |= self._visit(index)
         self.calls -= spoilt

@@ -17,7 +17,7 @@ from autoplan.analyse.sequence.positions import Positions, coupling_ops
 from autoplan.analyse.sequence.stream_state import CutStream
 from autoplan.analyse.sequence.windows import Windows, own_queries
 from autoplan.ops import call_record
-from autoplan.values import SequenceName
+from autoplan.values import PICKING, SequenceName
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
 __all__ = ["Stream"]
@@ -68,8 +68,8 @@ class Stream(CutStream):
         self.positions = Positions(self.shards, sequences, self.context)
         self.own_queries = own_queries(self.shards, self.flow, self.positions) if self.apart else {}
         self.windows = Windows(self.shards, self.flow, self.positions)
-        if self.context:
-            picks = Picks(self.shards, self.flow, self.positions)
+        if self.context and PICKING not in self.gathered:
+            picks = Picks(self.shards, self.flow, self.positions, self.gathered)
             self.picking, self.rows = picks.calls, picks.rows
         self.first_call = min((*(start.first for start in self.starts), *(made.last for made in self.made_at)))
         self.last_call = max(v.calls[1] for _, v in visits)

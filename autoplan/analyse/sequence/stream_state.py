@@ -7,7 +7,7 @@ the whole sequence, not on both; and every run of a module needs the same of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.sequence.changes import Refused, Restart, SequencePlacement
@@ -23,6 +23,7 @@ from autoplan.values import (
     AllReduceGradient,
     Boundary,
     Call,
+    HookKind,
     LengthArgument,
     ModuleVisit,
     ScaleGradient,
@@ -40,7 +41,7 @@ class CutStream:
     def __init__(
         self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...], context: bool = False,
         apart: bool = False, shares: bool = False, outside: bool = False,
-        rescales: bool = False,
+        rescales: bool = False, gathered: Collection[HookKind] = (),
     ) -> None:  # fmt: skip
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
@@ -58,6 +59,7 @@ class CutStream:
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
         self.shares = shares  # may calls on shards read values without positions that others read, too?
         self.picking, self.rows = set[int](), set[int]()  # calls that pick positions, and values of those (picks.py)
+        self.gathered = gathered
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))

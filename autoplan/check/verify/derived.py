@@ -19,6 +19,7 @@ from autoplan.hf.source import resolve
 from autoplan.ops.elementwise import literals_say
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import (
+    PICKING,
     AllGatherSequence,
     AllGatherSequenceSumGradient,
     Boundary,
@@ -48,14 +49,13 @@ def capabilities_of(
     if sizes.cp > 1 and gathered is None:
         with suppress(IndivisibleError):
             gathered = gathered_in(draft_plan(source, sizes.wish()).plan, source.module())
-    cut = (Capabilities(True, True),) if sequence_parallel or sizes.cp > 1 else ()
-    outer = (*cut, Capabilities(True), Capabilities(False))
+    cut = Capabilities(True, True, gathered=gathered)
+    outer = (*([cut] if sequence_parallel else []), Capabilities(True), Capabilities(False))
     if sizes.cp > 1:
-        outer = (*cut, Capabilities(True, True, one_stack=True), Capabilities(False, True))
-    inside = (
-        tuple(replace(capabilities, experts=False) for capabilities in outer) if sizes.ep > 1 and sizes.tp > 1 else ()
-    )
-    return tuple(replace(capabilities, gathered=gathered) for capabilities in outer + inside)
+        picking = replace(cut, gathered=(*(gathered or ()), PICKING))
+        outer = (cut, picking, replace(cut, one_stack=True), replace(cut, scoped=False))
+    inside = (replace(capabilities, experts=False) for capabilities in outer if sizes.ep > 1 and sizes.tp > 1)
+    return (*outer, *inside)
 
 
 def gathered_in(plan: Plan, model: nn.Module) -> tuple[HookKind, ...] | None:

@@ -210,6 +210,7 @@ class Runtime:
 
 
 HookKind: TypeAlias = tuple[str, str]  # modules by `like_modules`, the side of the hook
+PICKING: HookKind = ("", "input")  # see `Capabilities.gathered`
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ class Capabilities:
     `whole`: patterns of modules whose parameters are replicated, because sharded they gave other results. `experts`:
     experts may be distributed over ranks, if requested. `idle`: a plan may split nothing. `one_stack`: of all stacks of
     blocks only the last is sharded along its sequence (the text's, behind towers). `gathered`: where context
-    parallelism gathers the stream, or reduce-scatters a sum; None: where that moves less than an exchange.
+    parallelism gathers the stream, or reduce-scatters a sum; None: where that moves less than an exchange. With
+    `PICKING` in it, modules that pick positions take in the whole sequence.
     """
 
     scoped: bool = True
