@@ -9,17 +9,17 @@ out: sums, sorts and statistics over positions or rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.sequence.positions import Positions
+from autoplan.analyse.sequence.positions import LOCAL, Positions
 from autoplan.analyse.shards import Shards
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.patterns import is_under, like_modules
 from autoplan.ops import call_record
 from autoplan.ops.records.on_shards import Indexed
-from autoplan.values import HookKind, Ref, refs
+from autoplan.values import Call, HookKind, Ref, refs
 
 _PICKED = frozenset({Event.INDEX, Event.SCATTER})
 _COUNTED = frozenset({Event.REDUCE_LIN, Event.REDUCE_LOGIC, Event.SORT})
@@ -48,35 +48,39 @@ class Picks:
         """Note what a call makes; return the calls that count what it makes part of a value."""
         inputs, outputs = self.flow.inputs[index], self.flow.outputs[index]
         counting = set[int]().union(*(self.counts.get(t, set()) for t in inputs))
-        of_positions = [t for t in inputs if self.positions.dims_of(t)]
-        of_rows = [t for t in inputs if t in self.rows]
+        of_positions, of_rows = [t for t in inputs if self.positions.dims_of(t)], [t for t in inputs if t in self.rows]
         if counting and not self._only_selects(index):
-            if any(map(self._is_number, outputs)):
+            among_positions = bool(of_positions or of_rows)
+            if any(map(self._is_number, outputs)) or (among_positions and not self._are_ids(inputs)):
                 return counting
-            self.counts |= {t: counting for t in outputs if not self.positions.dims_of(t)}
-        crossed = self._crossed(index)
+            self.counts |= dict.fromkeys(() if among_positions else outputs, counting)
+        crossed = self._marked(index, self.positions.sequences | self.places) - LOCAL
         if not of_rows and not (of_positions and crossed):
             return set()
         if crossed <= _COUNTED and not any(map(self._is_number, (*of_positions, *of_rows, *outputs))) and crossed:
             if not any(self.positions.dims_of(t) for t in outputs):
                 self.calls.add(index)
                 self.counts |= {t: counting | {index} for t in outputs}
-        elif crossed <= _PICKED and (not of_positions or not crossed or self._by_rows(index)):
+        elif crossed <= _PICKED and self._by_rows(index):
             self.calls.add(index)
-            made = [t for t in outputs if not self.positions.dims_of(t)]
-            self.rows.update(made)
-            if of_positions:
-                self.places |= {find(leaf) for t in made for leaf in leaves(self.axes.of(t)[0])}
+            self.rows.update(t for t in outputs if not self.positions.dims_of(t))
+            made = {
+                find(leaf) for t in self.rows.intersection(outputs) for term in self.axes.of(t) for leaf in leaves(term)
+            }
+            self.places |= {leaf for leaf in made if Event.INDEX in self._marked(index, {leaf})}
         return set()
 
-    def _crossed(self, index: int) -> set[str]:
-        """Return the events that a call leaves on positions or rows."""
-        along = self.positions.sequences | self.places
-        ops = range(*self.trace.calls[index].ops)
-        return {event for op in ops for event, axes in self.events.get(op, ()) if not axes.isdisjoint(along)}
+    def _marked(self, index: int, along: Collection[Term]) -> set[str]:
+        """Return the events that a call leaves on some axes."""
+        marks = (mark for op in range(*self.trace.calls[index].ops) for mark in self.events.get(op, ()))
+        return {event for event, axes in marks if not axes.isdisjoint(along)}
 
     def _is_number(self, tensor: int) -> bool:
         return self.trace.tensors[tensor].differentiable
+
+    def _are_ids(self, tensors: Iterable[int]) -> bool:
+        """Return whether all are integers, such as ids that are compared with one that occurs."""
+        return not any(self._is_number(t) or self.trace.tensors[t].dtype == "bool" for t in tensors)
 
     def _only_selects(self, index: int) -> bool:
         """Return whether what was counted stands only where a call selects."""
@@ -86,28 +90,38 @@ class Picks:
         )
 
     def _by_rows(self, index: int) -> bool:
-        """Return whether positions are picked, or put back, by lists or masks of them and by nothing else."""
+        """Return whether positions are picked, or put back, by lists or masks of them and by nothing else, and no part
+        of some rows is taken (the first ones of an expert)."""
         call = self.trace.calls[index]
-        record = call_record(call.name)
-        if isinstance(record.sizes, Indexed):
-            return self._indexed_by_rows(call.args[0].id, call.args[1])
-        if record.along is not None and record.along.what == "scatters":
-            places, source = call.args[2], call.args[3] if len(call.args) > 3 else None
-            return all(isinstance(ref, Ref) and ref.id in self.rows for ref in (places, source))
-        return not any(self.positions.dims_of(t) for t in self.flow.outputs[index])  # a list is made
-
-    def _indexed_by_rows(self, source: int, items: object) -> bool:
-        dims, place = self.positions.dims_of(source), 0
-        for item in items if isinstance(items, (tuple, list)) else (items,):
-            if item is None:
-                continue
-            if item is Ellipsis:
+        source = next(refs(call.args[:1]), -1)
+        dims, along = self.positions.dims_of(source) if source >= 0 else [], call_record(call.name).along
+        terms = self.axes.of(source) if source >= 0 else ()
+        of_rows = {d for d, term in enumerate(terms) if not self.places.isdisjoint(map(find, leaves(term)))}
+        if along is not None and along.what == "scatters":
+            return all(isinstance(ref, Ref) and ref.id in self.rows for ref in call.args[2:4])
+        for dim, item in self._taken(call, source):
+            listed = isinstance(item, Ref) and (item.id in self.rows or bool(self.positions.dims_of(item.id)))
+            if dim in of_rows or (dim in dims and not listed):
                 return False
-            masks = isinstance(item, Ref) and self.trace.tensors[item.id].dtype in ("bool", "uint8")
-            many = len(self.trace.tensors[item.id].shape) if masks and isinstance(item, Ref) else 1
-            if not set(range(place, place + many)).isdisjoint(dims):
-                listed = isinstance(item, Ref) and (item.id in self.rows or (masks and self.positions.dims_of(item.id)))
-                if not listed and item != slice(None):
-                    return False
-            place += many
         return True
+
+    def _taken(self, call: Call, source: int) -> Iterator[tuple[int, object]]:
+        """Yield the dims along which a call takes a part of a value, and by what."""
+        record, shape = call_record(call.name), self.trace.tensors[source].shape
+        if isinstance(record.sizes, Indexed):
+            given = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+            items = [item for item in given if item is not None]
+            many = [self._covered(item) for item in items]
+            place = 0
+            for number, item in enumerate(items):
+                yield from ((dim, item) for dim in range(place, place + many[number]) if item != slice(None))
+                place = len(shape) - sum(many[number + 1 :]) if item is Ellipsis else place + many[number]
+        elif record.along is not None:
+            given = call.args[record.along.dim : record.along.dim + 1] or (call.kwargs.get("dim", 0),)
+            by = call.args[2] if record.along.what == "picks" and len(call.args) > 2 else None
+            yield (given[0] % len(shape) if isinstance(given[0], int) else 0), by
+
+    def _covered(self, item: object) -> int:
+        """Return how many dims an index stands for."""
+        info = self.trace.tensors[item.id] if isinstance(item, Ref) else None
+        return len(info.shape) if info is not None and info.dtype in ("bool", "uint8") else int(item is not Ellipsis)

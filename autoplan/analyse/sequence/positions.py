@@ -19,7 +19,7 @@ from autoplan.ops.records.on_shards import Indexed
 from autoplan.values import LengthArgument, SequenceName, Symbolic, Trace, refs, symbolics
 
 # Events along the sequence that leave each position by itself.
-_LOCAL = frozenset({"free_a", "batch_a", "batch_w", "conv_group", "created", "const", "random"})
+LOCAL = frozenset({"free_a", "batch_a", "batch_w", "conv_group", "created", "const", "random"})
 
 
 class Positions:
@@ -148,7 +148,7 @@ def coupling_ops(shards: Shards) -> dict[int, set[Term]]:
     """Return for every op the axes on which it left an event that couples positions."""
     coupling: dict[int, set[Term]] = {}
     for op, event, term in shards.axes.marked_by:
-        if event not in _LOCAL:
+        if event not in LOCAL:
             coupling.setdefault(op, set()).update(find(leaf) for leaf in leaves(term))
     for op in _only_checked(shards.trace, coupling):
         del coupling[op]

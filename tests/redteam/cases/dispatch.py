@@ -10,8 +10,11 @@ from ..case import HOSTILE, call, case, ids
 from ..parts import Attention
 from .streams import Stack, stacked
 
-CALLS = (call(ids(2, 12)), call(ids(2, 7, seed=2), _train=True), call(ids(1, 40, seed=3)), call(ids(1, 3, seed=4)))
-COUNT = 4
+CALLS = (
+    *(call(ids(2, 12)), call(ids(2, 7, seed=2), _train=True), call(ids(1, 40, seed=3))),
+    *(call(ids(1, 3, seed=4)), call(ids(1, 80, seed=5))),
+)
+COUNT, MOST = 4, 30  # more than a short call has for an expert
 
 
 class Expert(nn.Module):
@@ -201,25 +204,46 @@ class BusiestIsScaled(Routed):
 
 @routed(HOSTILE)
 class FewAreLeftOut(Routed):
-    """An expert runs only if more than three tokens chose it."""
+    """An expert runs only if not too many tokens chose it."""
 
     def mixed(self, rows, weights, chosen):
         out = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
             token, place = torch.where(chosen == number)
-            if len(token) > 3:
+            if len(token) < MOST:
                 out[token] += expert(rows[token]) * weights[token, place, None]
         return out
 
 
 @routed(HOSTILE)
 class FirstOfEach(Routed):
-    """Capacity: an expert takes its first five tokens."""
+    """Capacity: an expert takes its first tokens."""
 
     def mixed(self, rows, weights, chosen):
         out = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
-            token, place = (each[:5] for each in torch.where(chosen == number))
+            token, place = (each[:MOST] for each in torch.where(chosen == number))
+            out[token] += expert(rows[token]) * weights[token, place, None]
+        return out
+
+
+@routed(HOSTILE)
+class LoadBelow(Routed):
+    """Busy experts drop all their tokens, found by looking up their loads."""
+
+    def mixed(self, rows, weights, chosen):
+        below = torch.bincount(chosen.flatten(), minlength=COUNT) < MOST
+        return super().mixed(rows, weights, torch.where(below[chosen], chosen, -1))
+
+
+@routed(HOSTILE)
+class LoadInMask(Routed):
+    """The same by each expert's own mask."""
+
+    def mixed(self, rows, weights, chosen):
+        out, load = torch.zeros_like(rows), F.one_hot(chosen, COUNT).sum((0, 1))
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where((chosen == number) & (load[number] < MOST))
             out[token] += expert(rows[token]) * weights[token, place, None]
         return out
 
@@ -230,7 +254,7 @@ class RankInExpert(Routed):
 
     def mixed(self, rows, weights, chosen):
         order = F.one_hot(chosen[:, 0], COUNT).cumsum(0).gather(1, chosen[:, :1])
-        return super().mixed(rows, weights * (order <= 3), chosen)
+        return super().mixed(rows, weights * (order <= MOST), chosen)
 
 
 @routed(HOSTILE)
