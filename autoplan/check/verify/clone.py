@@ -24,6 +24,7 @@ from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish, check_context_size, check_count, check_expert_size
 from autoplan.common.random_values import cast_numbers, inputs_in, randomise, tried_dtypes, working_dtype
+from autoplan.common.torch_internals import TorchDispatchMode
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.patches.seeding import Lifted
 from autoplan.values import Plan
@@ -78,6 +79,7 @@ def _clone_at_size(source: Any) -> Clone:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             continue
         others = _other_calls(source, model) if source.inputs is None else _shorter(model, feeds, source.config)
+        others = {**others, **_of_one_token(model, feeds)}
         if dtype != torch.float64:
             note += f"; in {str(dtype).removeprefix('torch.')}, because it does not run in other dtypes ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
@@ -119,6 +121,33 @@ def _shorter(model: Any, feeds: Mapping[str, Any], config: Any) -> dict[str, Any
         return {}
     taken = with_other_paths(model, feeds, shorter).feeds.values() if shorter else ()
     return {name: one for name, one in shorter.items() if all(one is not other for other in taken)}
+
+
+class _Listing(TorchDispatchMode):
+    """Notes whether the sizes of results depend on numbers: lists of what masks select."""
+
+    lists = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags:
+            by = [x for x in args[1] if x is not None] if len(args) > 1 and isinstance(args[1], list) else []
+            self.lists = self.lists or not by or any(x.dtype == torch.bool for x in by)
+        return func(*args, **(kwargs or {}))
+
+
+def _of_one_token(model: Any, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return calls in which all positions are alike, where code picks positions (for experts): with few different
+    tokens nothing is picked for some, and code may leave out what it does for them."""
+    alike = dict[str, Any]()
+    with torch.no_grad(), _Listing() as listing, suppress(*CANNOT_RUN):
+        for name, given in calls_the_model(feeds).items():
+            call(copied(model), own(dict(given)))
+            items = ((key, x) for key, x in given.items() if isinstance(x, torch.Tensor))
+            first = {key: x[:1, :1].expand_as(x).clone() for key, x in items if x.dim() == 2 + x.is_floating_point()}
+            if listing.lists and first:
+                call(copied(model), own({**given, **first}))
+                alike[f"{name}, all positions alike"] = {**given, **first}
+    return alike
 
 
 def _cropped(x: torch.Tensor, long: int, short: int) -> torch.Tensor:
