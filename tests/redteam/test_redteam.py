@@ -40,6 +40,7 @@ SPOILT = {
     "decoding": "PrefixTuned",
     "doors": "HookOnDown",
     "draws": "NoDropoutAtAll",
+    "dispatch": "StackedRouted",
     "dtypes": "WholeInSingle",
     "everyday": "HifiResidual",
     "experts": "SmallFirst",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from mixer_stack import Stack
+from redteam.cases import dispatch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -351,3 +353,21 @@ def test_a_state_of_all_channels_is_refused_by_module_and_line() -> None:
 
     with pytest.raises(RankError, match=r"PlanMismatchError: blocks.0.mixer \(Scan\) fails on a rank's shards .*state"):
         run_ranks(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "whole"),
+    [
+        (dispatch.MaskOfExperts, False),
+        (dispatch.MaskedInPlace, False),
+        (dispatch.FirstOfEach, True),
+        (dispatch.LoadInMask, True),
+        (dispatch.LoadInPython, True),  # the trial finds it
+    ],
+)
+def test_loops_over_experts_run_on_own_positions_unless_counts_enter_values(experts: Any, whole: bool) -> None:
+    torch.manual_seed(0)
+    block = type("Chosen", (dispatch.Block,), {"experts": experts})
+    plan = autoplan.plan(dispatch.Stack(block).double(), cp_size=2)
+    assert plan.proof.ok, plan.findings
+    assert any("full sequence" in finding.message for finding in plan.findings) == whole, plan.findings
