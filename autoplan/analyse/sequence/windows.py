@@ -42,9 +42,11 @@ class Windows:
     def _reach(self, number: int) -> tuple[int, int] | None:
         """Return how many positions before and after its own a run of a module reads; None if it reads others."""
         visit = self.trace.visits[number]
-        if len(visit.inputs) != 1 or len(visit.outputs) != 1:
+        inside = range(*visit.calls)
+        read = [(path, tensor) for path, tensor in visit.inputs if any(use in inside for use in self.flow.uses[tensor])]
+        if len(read) != 1 or len(visit.outputs) != 1:
             return None
-        ((path, source),), ((_, result),) = visit.inputs, visit.outputs
+        ((path, source),), ((_, result),) = read, visit.outputs
         ends = [self.positions.plain_dim(tensor) for tensor in (source, result)]
         if None in ends or self.positions.flattened(source) or self.positions.flattened(result) or len(path) != 1:
             return None
