@@ -55,6 +55,7 @@ class Recording:
         self.frames: list[list[Any]] = [["", 0, 0, None]]  # module, visit, next position, index into visits
         self.visit_counts: Counter[str] = Counter()
         self.grad_enabled = True
+        self.differentiating = False  # whether `torch.autograd.grad` runs, whose ops follow from those recorded before
         self.outsiders = outsiders_of(model)
         self.op_values: list[Any] | None = [] if keep_values else None
         self.first: dict[int, torch.Tensor] = {}  # first values of inputs and weights, which may be overwritten later
@@ -161,7 +162,7 @@ class _OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         r, kwargs = self.recording, kwargs or {}
-        if func.namespace == "prim":  # queries of a fake tensor's device, no mathematics
+        if func.namespace == "prim" or r.differentiating:  # "prim": queries of a fake tensor's device, no mathematics
             return func(*args, **kwargs)
         encoded_args, encoded_kwargs = r.encode(tuple(args)), r.encode(kwargs)
         name, _, overload = str(func).removeprefix("aten.").rpartition(".")
@@ -202,7 +203,7 @@ class _CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         first, place = len(r.ops), code_place()
         encoded = None if name.startswith("attr:") else (r.encode(tuple(args)), r.encode(kwargs))
-        result = func(*args, **kwargs)
+        result = self._gradients(args, kwargs) if func is torch.autograd.grad else func(*args, **kwargs)
         if not call_record(name).assigns and next(flatten_tensors(result), None) is None:
             return result
         for _, tensor in flatten_tensors(result):
@@ -214,6 +215,26 @@ class _CallRecorder(TorchFunctionMode):
                  (first, len(r.ops)), r.grad_enabled, place)
         )  # fmt: skip
         frame[2] += 1
+        return result
+
+    def _gradients(self, args: Any, kwargs: Any) -> Any:
+        """Run `torch.autograd.grad`, and record each gradient as a new tensor like the value that it belongs to. Its
+        own ops need no plan: they follow from those of the forward, and sums over ranks can be differentiated twice."""
+        r, values = self.recording, [t for _, t in flatten_tensors(args[1] if len(args) > 1 else kwargs["inputs"])]
+        if any(is_wrapped(value) for value in values):  # inside of a transform
+            return torch.autograd.grad(*args, **kwargs)
+        r.differentiating = True
+        try:
+            result = torch.autograd.grad(*args, **kwargs)
+            for value, gradient in zip(values, result, strict=True):
+                if gradient is not None and id(unwrapped(gradient)) not in r.ids:
+                    like, made = r.encode(value), Ref(r.id_of(gradient, "activation"))
+                    r.asking.add(like.id)
+                    r.ops.append(Op("empty_like", "", (like,), {}, (made,), r.frames[-1][0]))
+                    if r.op_values is not None:
+                        r.op_values.append((torch.ops.aten.empty_like.default, (_clone(gradient),)))
+        finally:
+            r.differentiating = False
         return result
 
     def _traced_size(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:

@@ -262,7 +262,15 @@ def is_other_form(output: Any, path: Path, others: tuple[Path, ...]) -> bool:
     return any(_holds_tensor(output, min(one, path, key=len)) == (len(one) < len(path)) for one in others)
 
 
-def change_if_returned(output: Any, path: Path, change: Change, where: str) -> Any:
-    """Return the model's result with one tensor changed; unchanged if the call did not ask for that one."""
-    left_out = path and isinstance(output, dict) and _key_at(output, path[0]) not in output
-    return output if left_out else change_at(output, path, change, where)
+def left_out_of(output: Any, path: Path) -> Any:
+    """Return the dict on the path that lacks its key, or the list or tuple that ends before; None if there is none."""
+    for key in path:
+        if isinstance(output, dict):
+            if (key := _key_at(output, key)) not in output:
+                return output
+        elif not isinstance(output, list | tuple) or not isinstance(key, int):
+            return None
+        elif key >= len(output):
+            return output
+        output = output[key]
+    return None

@@ -61,8 +61,8 @@ def _without(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
 
 
 def joins(name: str) -> bool:
-    """Return whether an op concatenates values along a dim that all of them have."""
-    return op_record(name).dims is cat
+    """Return whether an op concatenates values, or stacks them along a new dim."""
+    return op_record(name).dims in (cat, stack)
 
 
 def slice_of(site: Site, term: Term, start: int | None, stop: int | None, step: int = 1) -> Term:

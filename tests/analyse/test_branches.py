@@ -217,3 +217,13 @@ def test_explain_says_who_shares_the_sum() -> None:
     plan = planned(ORDERS["stream first"])
     assert "is left partial" in plan.explain("floors.0.glance.say")
     assert "the previous branch's partial sum" in plan.explain("floors.0.chew.thin")
+
+
+def test_attention_is_split_where_some_calls_have_a_mask() -> None:
+    """The mask that torch makes of a boolean one may have a gradient, for all that the trace shows."""
+    x, mask = torch.randn(2, 6, WIDTH), torch.ones(6, 6, dtype=torch.bool).triu(1)
+    model = nn.Transformer(WIDTH, 2, 1, 1, 32, 0.0, batch_first=True).eval()
+    calls = {"plain": {"src": x, "tgt": x}, "masked": {"src": x, "tgt": x, "src_mask": mask}}
+    plan = autoplan.plan(model, tp_size=2, inputs=calls)
+    split = {rule.pattern for rule in plan.runtime.parameters if rule.layout is not None}
+    assert "encoder.layers.0.self_attn.in_proj_weight" in split and plan.proof.ok

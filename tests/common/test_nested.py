@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 import autoplan
-from autoplan.common.nested import Noted, change_at, flatten_tensors, is_other_form, other_forms, own_argument, put_back
+from autoplan.common.nested import (
+    Noted,
+    change_at,
+    flatten_tensors,
+    is_other_form,
+    left_out_of,
+    other_forms,
+    own_argument,
+    put_back,
+)
 
 
 class Kind(Enum):
@@ -53,6 +62,14 @@ def test_an_output_has_one_of_the_forms_that_lead_through_each_other() -> None:
     )
     assert plain == [False, True, True] and several == [True, False, False]
     assert not is_other_form((None,), (0,), other_forms((0,), paths)), "what no form has is an error, as before"
+
+
+def test_what_a_call_leaves_out_is_told_from_what_is_missing() -> None:
+    """A list may end earlier and a dict lack a key; a value of another kind is an error, as before."""
+    x = torch.zeros(1)
+    short: list[torch.Tensor] = [x]
+    assert left_out_of((x, short), (1, 1)) is short and left_out_of({"a": x}, ("b", 0)) == {"a": x}
+    assert left_out_of((x, short), (1, 0)) is None and left_out_of((x, None), (1, 0)) is None
 
 
 class Layer(nn.Module):

@@ -120,4 +120,30 @@ class Columns(nn.Module):
         return self.mlp(self.into(self.norm(torch.cat([kinds, numbers], 1).flatten(1))))
 
 
-JOINED = {one.__name__: one for one in (Critic, Interest, Dream, Calendar, Mesh, Pairs, Columns)}
+class Steps(nn.Module):
+    """A cell, whose states are set back where an episode ended: one number for each row, not for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.cell, self.mlp = nn.Linear(8, 16), nn.LSTMCell(16, 16), Mlp(16)
+
+    def forward(self, obs, hidden, masks):
+        h, c = (state * masks.unsqueeze(-1) for state in hidden)
+        h, c = self.cell(self.into(obs), (h, c))
+        return self.mlp(h), (h, c)
+
+
+class Squeezed(nn.Module):
+    """Ids in a column of one are stacked with ids of other columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.item = nn.ModuleList([nn.Embedding(10, 8), nn.Embedding(12, 8)]), nn.Embedding(20, 8)
+        self.into, self.mlp = nn.Linear(8, 16), Mlp(16)
+
+    def forward(self, x_user, x_item):
+        rows = [table(x_user[:, at]) for at, table in enumerate(self.users)] + [self.item(x_item.squeeze(1))]
+        return self.mlp(self.into(torch.stack(rows, 1).sum(1)))
+
+
+JOINED = {one.__name__: one for one in (Critic, Interest, Dream, Calendar, Mesh, Pairs, Columns, Steps, Squeezed)}

@@ -296,6 +296,7 @@ class Placement:
     reductions: dict[int, Reduction] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     partial_entries: set[Crossing] = field(default_factory=set)  # of blocks, where gradients are parts of a sum
+    partial: set[int] = field(default_factory=set)  # values whose gradients are, down to the parameters that made them
 
     def at_output(self, crossing: Crossing, kind: Kind, **how: Any) -> None:
         """Add this kind of work at a module's output."""

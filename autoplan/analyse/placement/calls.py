@@ -33,6 +33,7 @@ from autoplan.values import (
     RewriteCall,
     SequenceName,
     Trace,
+    refs_with_paths,
 )
 from autoplan.values.reasons import NotPlaced
 
@@ -180,16 +181,23 @@ def _width(index: int, shards: Shards, rank: int) -> int | None:
 
 
 def _agree(indices: list[int], wanted: dict[int, CallRewrite], flow: CallFlow) -> bool:
-    """Return whether these calls need the same work. Reducing a gradient is no work where none flows back."""
+    """Return whether these calls need the same work. Reducing a gradient is no work where none flows back, or where an
+    optional argument (a mask) is None."""
     most = _most(indices, wanted)
     if most is None:
         return True
-    forward = replace(most, copies=())
-    needed = None if forward == RewriteCall(most.pattern, most.site) else forward
-    return all(
-        wanted.get(index) == most or not flow.passes_gradients(index) and wanted.get(index) == needed
-        for index in indices
-    )
+    nothing = RewriteCall(most.pattern, most.site)
+
+    def fits(index: int, copies: tuple[tuple[Any, ...], ...]) -> bool:
+        needed = replace(most, copies=copies)
+        return wanted.get(index) == (None if needed == nothing else needed)
+
+    def given(index: int) -> tuple[tuple[Any, ...], ...]:
+        call = flow.trace.calls[index]
+        present = {(side, *path) for side in ("args", "kwargs") for path, _ in refs_with_paths(getattr(call, side))}
+        return tuple(path for path in most.copies if path in present)
+
+    return all(fits(i, given(i)) or not flow.passes_gradients(i) and fits(i, ()) for i in indices)
 
 
 def _most(indices: list[int], wanted: dict[int, CallRewrite]) -> CallRewrite | None:

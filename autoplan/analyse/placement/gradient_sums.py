@@ -203,6 +203,7 @@ class GradientSums(CutProblem):
         for version, reads in self.read.items():
             if reads:
                 self._place_value(version, partial, result)
+                result.partial |= {version[0]} if ("whole", (version, "made", version[1])) in partial else set()
         for place, outer, names in self.boundaries:
             if (change := self._change(place, outer, partial)) is not None:
                 for crossing in names:

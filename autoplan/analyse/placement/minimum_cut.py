@@ -210,6 +210,11 @@ class CutProblem:
                     self.edge("part", reads[tensor], output)
         for tensor in reads.keys() - passing:
             self.answer(NO, "part", reads[tensor])
+        if call.name == "grad":  # of `torch.autograd`: gradients of what it reads must be whole where they are made
+            made = [(version, "made", version[1]) for version, _, _ in reads.values()]
+            for place in (*made, *reads.values(), *makes.values()):
+                self.answer(YES, "whole", place)
+            return
         if not flow.passes_gradients(index) or self.reached.isdisjoint(outputs):
             return
         if self._enters_split(index, reads, makes):

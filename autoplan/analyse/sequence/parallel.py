@@ -97,6 +97,7 @@ def place_sequence(
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
     result = reduce(_merged, placements)
     result.whole += refused
+    result.partial_gathers = {key for key in result.gathers if flow.tensor_at(*key) in placement.partial}
     try:
         for work in (result.work.lengths, result.work.kept):
             check_places(work, shards)

@@ -22,7 +22,7 @@ from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, of
 from autoplan.capture.feeding.conditions import keys_asked_for, value_of
 from autoplan.capture.feeding.failure import Failure, Place
 from autoplan.capture.feeding.names import usual_names
-from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
+from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, of_vectors, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import demand_of, is_direct, origin
 from autoplan.common.nested import flatten_tensors
@@ -113,6 +113,8 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         for a, b in unlike:
             for rank in dict.fromkeys((a, b, len(leaf.shape) + b - a, len(leaf.shape) + a - b)):
                 yield from of_rank(state, path, rank)
+    if "D or 2D" in text:  # a cell, which takes one step
+        yield from of_vectors(state, 2)
     shapes = [len(shape.split(",")) for shape in _SHAPES.findall(text)]
     for path, leaf in state.among(failure.paths[:4]):
         now, ranks = len(leaf.shape), []

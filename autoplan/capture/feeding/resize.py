@@ -200,9 +200,12 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
 
 
 def of_vectors(state: State, rank: int) -> Iterator[State]:
-    """Yield the state in which all vectors are sequences (of 3 dims), or all sequences are vectors (of 2)."""
+    """Yield the state in which all vectors are sequences (of 3 dims), or all sequences are vectors (of 2), and masks of
+    their positions one number each."""
     other = state
     for path, leaf in state.leaves():
+        if rank == 2 and leaf.kind in ("bool", "nowhere") and leaf.shape == (BATCH, "length"):
+            other = other.with_want(path, replace(leaf, kind="ones", shape=(BATCH,)))
         if leaf.kind in ("float", "unit") and leaf.shape[:1] == (BATCH,) and len(leaf.shape) == 5 - rank:
             shape = (BATCH, "length", leaf.shape[-1]) if rank == 3 else (BATCH, leaf.shape[-1])
             other = other.with_want(path, replace(leaf, shape=shape))

@@ -186,7 +186,7 @@ def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[S
 
 
 def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Yield states for a failed concatenation: the odd part changes first, and arguments before computed parts."""
+    """Yield states for a failed concatenation or stack: the odd part changes first, arguments before computed parts."""
     call = failure.watch.failed
     if call is None or not joins(call.name) or not isinstance(call.get(0, "tensors"), list | tuple):
         return
@@ -208,6 +208,10 @@ def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module)
     for part, other in itertools.permutations(parts, 2):
         if part.dim() != other.dim():
             yield from _changed(state, origin(part), other.dim() - part.dim())
+            for path, leaf in state.among(origin(part)):  # columns of one, which the model would have squeezed
+                extra, now = {*part.shape} - {*other.shape}, leaf.sizes(state.sizes)
+                shape = tuple(1 if dim and now[dim] in extra else size for dim, size in enumerate(leaf.shape))
+                yield state.with_want(path, replace(leaf, shape=shape))
         elif -part.dim() <= dim < part.dim():
             sizes = list(other.shape)
             sizes[dim] = part.shape[dim]

@@ -76,7 +76,7 @@ class _PlannedCall:
             for length in self.planned.lengths:
                 everything = _set(everything, length.path, partial(self._of_length, length))
             for path in self.planned.copies:
-                everything = _set(everything, path, lambda x: copy_to_ranks(x, self.at.group))
+                everything = _set(everything, path, lambda x: None if x is None else copy_to_ranks(x, self.at.group))
             args, kwargs = everything["args"], everything["kwargs"]
         func = func if self.inner is None else partial(self._with, func)
         result = self.run(func, args, kwargs)

@@ -16,9 +16,9 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.nested import (
     change_at,
-    change_if_returned,
     flatten_tensors,
     is_other_form,
+    left_out_of,
     other_forms,
     signature_names,
 )
@@ -189,6 +189,7 @@ class Root(Hooks):
         return any(word in name for word in self.target_words)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        self.unseen.shorter = False
         output = self._leave(output)
         if self.running.depth > 1:
             return output
@@ -201,7 +202,7 @@ class Root(Hooks):
         with DisableTorchFunction():
             for path, change, others in [] if self.running.runs_whole else self.outputs:
                 if not is_other_form(output, path, others):
-                    output = change_if_returned(output, path, change, "the model")
+                    output = self._changed(output, path, change)
             for path, shard in shards_in(output):  # shards that the model itself collected
                 output = change_at(output, path, self._whole(shard), "the model")
             if self.running.loss:
@@ -209,8 +210,14 @@ class Root(Hooks):
             if not self.running.whole_logits:
                 for head in self.heads:
                     for path in head.outputs:
-                        output = change_if_returned(output, self._shifted(path, output), self._wrap(head), "the model")
+                        output = self._changed(output, self._shifted(path, output), self._wrap(head))
         return output
+
+    def _changed(self, output: Any, path: tuple[Any, ...], change: Callable[[torch.Tensor], Any]) -> Any:
+        """Return the model's result with one tensor changed; unchanged if the call did not ask for that one."""
+        holder = left_out_of(output, path)
+        self.unseen.shorter |= isinstance(holder, list | tuple)
+        return output if holder is not None else change_at(output, path, change, "the model")
 
     def _whole(self, shard: SequenceShard) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: gather_shard(x, shard, self.running)

@@ -152,6 +152,7 @@ class UnseenOutputs:
         self.names, self.group = frozenset((name,) for name in names), group
         self.whole: set[tuple[Any, ...]] = set()  # compared before and found replicated
         self.partial = False  # whether gradients may be partial and unsummed: then none is allowed
+        self.shorter = False  # whether a sequence ends before a known output: what it holds may be others than recorded
 
     def check(self, output: Any) -> Any:
         """Raise for an output that differs between ranks. Compiled code is not interrupted for it."""
@@ -162,9 +163,10 @@ class UnseenOutputs:
             if path[:1] in self.names or (not alike and len(path) >= _OF_LAYERS):
                 continue
             strange = self._strange(path, tensor) if alike and path in self.seen else ()
-            if strange is None or isinstance(tensor, DTensor) and not strange or tensor.dim() == 0:
+            known = strange is None
+            if known and not self.shorter or isinstance(tensor, DTensor) and not strange or tensor.dim() == 0:
                 continue
-            if self.partial and tensor.requires_grad:
+            if self.partial and tensor.requires_grad and not known:
                 name = ".".join(map(str, path))
                 raise PlanMismatchError(
                     f"output {name!r} requires grad, but was not returned in any recorded call, so its gradient "
@@ -174,9 +176,9 @@ class UnseenOutputs:
             compared = (alike, path, strange)
             if compared not in self.whole:
                 if isinstance(tensor, DTensor) or not self._agrees(tensor.detach()):
-                    raise _refusal(path, tensor, strange)
+                    raise _refusal(path, tensor, strange or ())
                 self.whole.add(compared)
-            if gradient_is_summed(tensor):
+            if gradient_is_summed(tensor) and not known:
                 part = partial(scale_gradient, vector=1.0 / self.group.size)
                 output = change_at(output, path, part, "the model")
         return output

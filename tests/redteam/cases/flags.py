@@ -150,3 +150,21 @@ class FlagByBooleanOperator(Mlp):
 class FunctionGiven(Mlp):
     def forward(self, x, fn=torch.relu):
         return x + self.down(fn(self.up(x)))
+
+
+@case(call(X), call(X, last=0), call(X, last=1), inputs={"all": {"x": X}, "first": {"x": X, "last": 0}}, shards=True)
+class ListThatEndsEarlier(nn.Module):
+    """A head for each round; a call may leave after any of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.heads = nn.LayerNorm(16), nn.ModuleList(nn.Linear(16, 10) for _ in range(2))
+
+    def forward(self, x, last=None):
+        results = []
+        for number, head in enumerate(self.heads):
+            x = x + self.block(x).tanh()
+            results.append(head(x.mean(1)))
+            if number == last:
+                break
+        return x, results

@@ -59,7 +59,7 @@ class RungeKutta(nn.Module):
         return x
 
 
-@case(call(X))
+@case(call(X), shards=True)
 class Hamiltonian(nn.Module):
     """Halves of the stream move by the gradient of an energy."""
 
@@ -147,7 +147,7 @@ class AdaptedInside(nn.Module):
         return h[:, 3:] @ (w - 0.5 * g)
 
 
-@case(call(X))
+@case(call(X), shards=True)
 class LangevinByEnergy(nn.Module):
     """Negative samples go down an energy for three steps; both energies are returned."""
 
@@ -228,3 +228,21 @@ class ContinuousDepth(nn.Module):
             up, down = torch.tensordot(t, self.up, 1), torch.tensordot(t, self.down, 1)
             x = x + F.linear(F.linear(x, up).relu(), down)
         return x
+
+
+@case(call(floats(7, 1), floats(7, 1, seed=1)), inputs={"x": floats(7, 1), "t": floats(7, 1)}, shards=True)
+class SecondDerivative(nn.Module):
+    """The residual of a differential equation: derivatives by two inputs, and one of them again."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.viscosity = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x, t):
+        with torch.enable_grad():
+            x, t = x.clone().requires_grad_(), t.clone().requires_grad_()
+            u = self.net(torch.cat([x, t], 1))
+            by_x, by_t = torch.autograd.grad(u, (x, t), torch.ones_like(u), create_graph=True)
+            (again,) = torch.autograd.grad(by_x, x, torch.ones_like(u), create_graph=True)
+        return u, by_t + u * by_x - self.viscosity * again

@@ -274,3 +274,27 @@ class ValueResiduals(Stack):
         for block in self.blocks:
             x, values = block(x, values, first)
         return self.head(self.norm(x))
+
+
+@case(call(floats(2, 6, 16)), sequence=True, shards=True, vary=False)
+class FeaturesIntoNorm(nn.Module):
+    """What the first block takes in needs no gradient, and its norm's weights do."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(NormFirst() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class NormFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.mix, self.feed = nn.LayerNorm(16), nn.LayerNorm(16), Attention(), Mlp()
+
+    def forward(self, x):
+        x = x + self.mix.o(self.mix.mixed(self.a(x)))
+        return x + self.feed.down(self.feed.inner(self.b(x)))
