@@ -288,11 +288,9 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
 
 
 def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
-    """Return the requested mesh; with --cp alone FSDP2 shards over its ranks, besides those of `tp`."""
+    """Return the requested mesh, or else one rank; with --cp alone FSDP2 shards over its ranks, besides those of `tp`."""
     if mesh is None:
-        if cp == tp == 1:
-            raise typer.BadParameter("required unless --tp or --cp is given", param_hint="--mesh")
-        return ",".join((f"dp_shard=1,cp={cp}",) * (cp > 1) + (f"tp={tp}",) * (tp > 1))
+        return ",".join((f"dp_shard=1,cp={cp}",) * (cp > 1) + (f"tp={tp}",) * (tp > 1 or cp == 1))
     from autoplan.forecast.asked import mesh_sizes
 
     sizes = dict(mesh_sizes(mesh, priced=("pp",)))

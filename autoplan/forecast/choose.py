@@ -180,8 +180,8 @@ def parse_memory(text: str | int) -> int:
     if not isinstance(text, int) or isinstance(text, bool):
         check_argument("memory", text, str, hint)
     size = text if isinstance(text, int) else _bytes(text.replace(" ", "").lower())
-    if size is None or size < 1:
-        raise AutoplanError(f"memory {text!r} is not a size", hint=hint)
+    if size is None or size < 2**20:
+        raise AutoplanError(f"memory {text!r} is not a size" + f": {size} bytes" * (size is not None), hint=hint)
     return size
 
 

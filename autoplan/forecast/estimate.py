@@ -352,8 +352,7 @@ def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
         return question.mp_policy
     if question.mp_policy:
         return default_precision()
-    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in steps.module.parameters())
-    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if steps.in_half else None)
 
 
 def _setting(question: Asked, policy: MixedPrecisionPolicy | None) -> Setting:
