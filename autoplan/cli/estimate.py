@@ -37,7 +37,7 @@ Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  #
 ALL = Train("full")
 
 Mesh = Annotated[
-    str | None, typer.Option("--mesh", help="Mesh dims and sizes, such as dp_shard=8,tp=8 or dp_shard=8,cp=8.")
+    str | None, typer.Option("--mesh", help="Mesh such as dp_shard=8,tp=8 or dp_shard=8,cp=8; default: one rank.")
 ]
 Ranks = Annotated[int, typer.Option("--tp", min=1, help="Split over N ranks; alone it is --mesh tp=N.")]
 Length = Annotated[int, typer.Option("--sequence", min=2, help="Tokens per sequence.")]
@@ -288,11 +288,9 @@ def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) 
 
 
 def on_mesh(mesh: str | None, cp: int, tp: int = 1) -> str:
-    """Return the requested mesh; with --cp alone FSDP2 shards over its ranks, besides those of `tp`."""
+    """Return the requested mesh, or one rank; with --cp alone FSDP2 shards over its ranks, besides those of `tp`."""
     if mesh is None:
-        if cp == tp == 1:
-            raise typer.BadParameter("required unless --tp or --cp is given", param_hint="--mesh")
-        return ",".join((f"dp_shard=1,cp={cp}",) * (cp > 1) + (f"tp={tp}",) * (tp > 1))
+        return ",".join((f"dp_shard=1,cp={cp}",) * (cp > 1) + (f"tp={tp}",) * (tp > 1 or cp == 1))
     from autoplan.forecast.asked import mesh_sizes
 
     sizes = dict(mesh_sizes(mesh, priced=("pp",)))

@@ -157,7 +157,8 @@ class Asked:
         if self.cache_dtype is not None and self.cache_dtype not in tuple(CACHE_DTYPES):
             raise AutoplanError(f"cache_dtype={self.cache_dtype!r}", hint=f"choose one of {', '.join(CACHE_DTYPES)}")
         if (self.concurrency or self.cache_dtype) and self.train != "inference":
-            raise AutoplanError(f"a cache dtype with train={self.train!r}", hint='only "inference" has a KV cache')
+            passed = f"concurrency={self.concurrency}" if self.concurrency else "a cache dtype"
+            raise AutoplanError(f"{passed} with train={self.train!r}", hint='only "inference" has a KV cache')
         if 0 < self.concurrency < self.batch:
             raise AutoplanError(
                 f"concurrency={self.concurrency} with batch={self.batch}", hint="concurrency must be at least batch"

@@ -177,11 +177,10 @@ class Choice(Shown):
 def parse_memory(text: str | int) -> int:
     """Bytes of "80GB", "79GiB" or a number."""
     hint = "write it like 80GB or 79GiB"
-    if not isinstance(text, int) or isinstance(text, bool):
-        check_argument("memory", text, str, hint)
+    check_argument("memory", text, (int, str), hint)
     size = text if isinstance(text, int) else _bytes(text.replace(" ", "").lower())
-    if size is None or size < 1:
-        raise AutoplanError(f"memory {text!r} is not a size", hint=hint)
+    if size is None or size < 2**20:
+        raise AutoplanError(f"memory {text!r} is not a size" + f": {size} bytes" * (size is not None), hint=hint)
     return size
 
 

@@ -348,12 +348,9 @@ def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
     """FSDP2's policy as `parallelize` settles it: half-precision gradients are summed in float32."""
     if not question.data_parallel or question.shard_optimizer:
         return None
-    if isinstance(question.mp_policy, MixedPrecisionPolicy):
-        return question.mp_policy
     if question.mp_policy:
-        return default_precision()
-    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in steps.module.parameters())
-    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
+        return question.mp_policy if isinstance(question.mp_policy, MixedPrecisionPolicy) else default_precision()
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if steps.in_half else None)
 
 
 def _setting(question: Asked, policy: MixedPrecisionPolicy | None) -> Setting:

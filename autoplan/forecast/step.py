@@ -151,6 +151,10 @@ class Steps:
         return sum(isinstance(part, Adapted) for part in self.module.modules()) if self.lora_rank else 0
 
     @cached_property
+    def in_half(self) -> bool:
+        return any(p.dtype in (torch.bfloat16, torch.float16) for p in self.module.parameters())
+
+    @cached_property
     def captured(self) -> Captured:
         return capture_source(self.source, self.module)
 

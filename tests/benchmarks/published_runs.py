@@ -21,6 +21,7 @@ from transformers import (
     FalconConfig,
     GPT2Config,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MixtralConfig,
     NemotronConfig,
@@ -88,6 +89,13 @@ MODELS: dict[str, Any] = {
     "llama-3.2-1b": llama(16, 2048, 8192, 32, tied=True),
     "llama-13b-gqa": llama(40, 5120, 17920, 40),
     "llama-175b": llama(96, 12288, 39680, 96),
+    "llama-1b-mha": llama(24, 2048, 4096, 32, 32, 50257, tied=True),
+    "internlm-7b": llama(32, 4096, 11008, 32, 32, 103168),
+    "internlm-20b": llama(60, 5120, 13824, 40, 40, 103168),
+    "yi-6b": llama(32, 4096, 11008, 32, 4, 64000),
+    "yi-34b": llama(60, 7168, 20480, 56, 8, 64000),
+    "power-3b": GraniteConfig(hidden_size=2304, intermediate_size=9216, num_hidden_layers=40, num_attention_heads=36,
+                              vocab_size=49152, max_position_embeddings=4096, tie_word_embeddings=True),
     "gpt3-5b": mpt(24, 4096, 32),
     "gpt3-20b": mpt(44, 6144, 48),
     "gpt3-175b": mpt(96, 12288, 96),
@@ -163,7 +171,8 @@ class Run:
         says = dict(part.partition("=")[::2] for part in self.engine.split(","))
         along = self.mesh.endswith(",sp")
         device = load_device(self.gpu)
-        device = replace(device, per_node=int(says.get("node", device.per_node)))
+        between = float(says["link"]) * 1e9 if "link" in says else device.between
+        device = replace(device, per_node=int(says.get("node", device.per_node)), between=between)
         again: Any = {"none": False, "block": True}.get(self.checkpointing, self.checkpointing)
         return autoplan.estimate(
             MODELS[self.model], mesh=self.mesh.removesuffix(",sp"), batch=int(self.batch), sequence=int(self.sequence),
@@ -176,7 +185,7 @@ class Run:
             optimizer="adamw_master" if says.keys() & {"zero1", "master"} else "adamw", cpu_offload="offload" in says,
             lora_rank=int(says.get("rank", 8)), lora_targets=says.get("targets", "").replace("+", ",") or None,
             lora_dropout=float(says.get("dropout", 0)),
-            lora_dtype="model" if self.train == "lora" else "float32",  # these engines cast no adapters
+            lora_dtype="model" if self.train == "lora" and "cast" not in says else "float32",
         )  # fmt: skip
 
 

@@ -51,6 +51,13 @@ def test_every_check_is_one_documented_file() -> None:
         assert check.about.startswith(f"{check.name}: ") and len(check.about) > 200, check.name
 
 
+def test_heads_that_are_gathered_again_keep_their_number() -> None:
+    whole = {"layers.*.attn.qkv_proj": "colwise_gather_output", "layers.*.attn.o_proj": "rowwise_split_input"}
+    report = audited(whole, decoder(FusedAttention))
+    assert report.details["outcome"] == "exact"
+    assert not levels(report, "head-counts")
+
+
 def test_every_check_has_something_to_find() -> None:
     """Each check is named by a row of the corpus, or has a test here."""
     from test_corpus import CASES

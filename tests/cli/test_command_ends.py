@@ -17,6 +17,7 @@ from slow_cases import marked
 from autoplan.check.ranks.common import RankLost, RankNotStarted
 from autoplan.check.ranks.run import run_processes
 from autoplan.cli.app import app, main
+from autoplan.cli.estimate import on_mesh
 from autoplan.common.stages import stage, watched
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,3 +206,8 @@ def test_a_timeout_is_a_number_of_seconds(size: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         main(["scoreboard", "causal_lm", "--only", "llama", "--timeout", size])
     assert ended.value.code == 2 and "timeout" in capsys.readouterr().err
+
+
+def test_where_no_mesh_is_given_one_rank_is_meant() -> None:
+    asked = [on_mesh(None, 1), on_mesh(None, 1, 4), on_mesh(None, 8), on_mesh(None, 2, 4)]
+    assert asked == ["tp=1", "tp=4", "dp_shard=1,cp=8", "dp_shard=1,cp=2,tp=4"]

@@ -114,14 +114,14 @@ def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
     assert "4 or 8" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["much", "0GB", "", "-1GB", "nan", "1e3GB", "1GB2", 0, -5])
+@pytest.mark.parametrize("text", ["much", "0GB", "", "-1GB", "nan", "1e3GB", "1GB2", "80", 80, 0, -5])
 def test_what_is_no_size_of_memory(text: Any) -> None:
     with pytest.raises(autoplan.AutoplanError, match="not a size"):
         parse_memory(text)
 
 
 def test_sizes_of_memory() -> None:
-    assert (parse_memory("80GB"), parse_memory("1GiB"), parse_memory(5)) == (80 * 10**9, 2**30, 5)
+    assert (parse_memory("80GB"), parse_memory("1GiB"), parse_memory(2**20)) == (80 * 10**9, 2**30, 2**20)
     assert (parse_memory("80 gb"), parse_memory("512MiB")) == (80 * 10**9, 512 * 2**20)
 
 
@@ -372,3 +372,5 @@ def test_concurrent_sequences_are_dealt_over_the_copies() -> None:
         choose(_llama(), gpus=2, concurrency=1, global_batch=2, **asked)
     with pytest.raises(autoplan.AutoplanError, match="a cache dtype with train='full'"):
         choose(_llama(), gpus=2, cache_dtype="fp8")
+    with pytest.raises(autoplan.AutoplanError, match="concurrency=4 with train='full'"):
+        autoplan.estimate(_llama(), mesh="dp_shard=2", concurrency=4)

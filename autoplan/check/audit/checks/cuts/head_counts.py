@@ -13,7 +13,7 @@ from autoplan.common.patterns import matches
 from autoplan.values import Finding, IntegerEdit
 
 NAME = "head-counts"
-_WHOLE_AFTERWARDS = ("colwise_gather_output", "embedding_rowwise", "embedding_colwise")
+_WHOLE_AROUND = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -25,7 +25,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         for weight in subject.weights:
             line = weight.said.line
             near = edit.pattern in (weight.module, weight.module.rpartition(".")[0])
-            if near and line is not None and weight.said.dim is not None and line.style not in _WHOLE_AFTERWARDS:
+            if near and line is not None and weight.said.dim is not None and line.style not in _WHOLE_AROUND:
                 groups.setdefault((line.pattern, edit.name, edit.old, edit.new), []).append(weight)
     told: set[tuple[str, int]] = set()
     for (pattern, attribute, old, new), weights in groups.items():
