@@ -33,11 +33,12 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
-from autoplan.common.torch_internals import TorchDispatchMode
+from autoplan.common.torch_internals import TorchDispatchMode, outside_of_modes
 from autoplan.patches import simulated_ranks
 from autoplan.patches.seeding import RankGenerator
 from autoplan.patches.simulated_ranks import ProcessLocalGroup, generator_per_thread, host_generators, world_per_thread
@@ -152,7 +153,7 @@ class _Body:
             dist.init_process_group(
                 simulated_ranks.BACKEND, rank=self.number, world_size=self.world_size, store=self.store, timeout=limit
             )
-            with _RankOps():
+            with _Attention(), _Draws():
                 rank.result = self.fn(self.number)
         except BaseException as error:  # raised by the caller
             rank.woken = isinstance(error, SystemExit) and ProcessLocalGroup._terminate.is_set()
@@ -225,12 +226,25 @@ def _stop(ranks: list[_Rank]) -> None:
 
 
 @cache
-def _is_attention(op: Any) -> bool:
+def _is_attention(function: Any) -> bool:
     """Return whether it is fused attention, whose kernel on CPU reads beyond keys that are fewer than the values."""
-    return "scaled_dot_product" in str(op) and "backward" not in str(op)
+    return "scaled_dot_product" in str(function)
 
 
-class _RankOps(TorchDispatchMode):
+class _Attention(TorchFunctionMode):
+    """Refuses such attention. (Its backward, or a second run of it there, comes after a first run.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_attention(func):
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            keys, values = (given[name].shape[-2] for name in ("key", "value"))
+            if keys != values:
+                raise RuntimeError(f"attention takes {keys} keys, but {values} values")
+        return func(*args, **kwargs)
+
+
+class _Draws(TorchDispatchMode):
     """Lends the default generator, in this rank's state, to one random op at a time: ops use no other one."""
 
     supports_higher_order_operators = True
@@ -239,8 +253,6 @@ class _RankOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # may communicate: lock only for the local op inside, or it would deadlock
-        if _is_attention(func) and args[1].shape[-2] != args[2].shape[-2]:
-            raise RuntimeError(f"attention takes {args[1].shape[-2]} keys, but {args[2].shape[-2]} values")
         drawing = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if not drawing or kwargs.get("generator") is not None or _this.generator is None:
             return func(*args, **kwargs)
@@ -252,6 +264,30 @@ class _RankOps(TorchDispatchMode):
             finally:
                 _this.generator.set_state(torch.default_generator.get_state())
                 torch.default_generator.set_state(outside)
+
+
+class Drew(AutoplanError):
+    """A rank drew random numbers where none were expected, so they were not its own."""
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Run ops without that mode, which takes a fifth of a rank's time; raise Drew if any rank draws meanwhile."""
+    if _this.generator is None:
+        yield
+        return
+    before = _state_of_process()
+    try:
+        with outside_of_modes():
+            yield
+    finally:
+        if _state_of_process() != before:
+            raise Drew("a rank drew random numbers where none were expected")
+
+
+def _state_of_process() -> bytes:
+    with _random:  # or another rank's state might be there
+        return torch.default_generator.get_state().numpy().tobytes()
 
 
 # Count collectives
