@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
-from autoplan.common.torch_internals import TorchDispatchMode, outside_of_modes
+from autoplan.common.torch_internals import DispatchMode, outside_of_modes
 from autoplan.patches import simulated_ranks
 from autoplan.patches.seeding import RankGenerator
 from autoplan.patches.simulated_ranks import ProcessLocalGroup, generator_per_thread, host_generators, world_per_thread
@@ -244,7 +244,7 @@ class _Attention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(DispatchMode):
     """Lends the default generator, in this rank's state, to one random op at a time: ops use no other one."""
 
     supports_higher_order_operators = True
@@ -344,7 +344,7 @@ def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> P
     return _CountingGroup(rank, world_size)
 
 
-class _DispatchCounter(TorchDispatchMode):
+class _DispatchCounter(DispatchMode):
     """Counts collectives of real process groups in the dispatcher."""
 
     supports_higher_order_operators = True
