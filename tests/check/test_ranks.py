@@ -22,7 +22,6 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from autoplan.check.ranks import threads
 from autoplan.check.ranks.common import RankError, RankTimeout
 from autoplan.check.ranks.run import count_collectives, run_processes, run_ranks
-from autoplan.check.ranks.threads import Drew, drawing_nothing
 from autoplan.common.errors import AutoplanError
 from autoplan.execute import random_streams
 
@@ -305,14 +304,3 @@ def test_attention_with_fewer_keys_than_values_is_an_error_and_does_not_end_the_
     query, key = torch.randn(2, 8, 64, 16), torch.randn(2, 8, 32, 16)
     with pytest.raises(RankError, match="32 keys, but 64 values"):
         run_ranks(lambda rank: nn.functional.scaled_dot_product_attention(query, key, query), 2)
-
-
-def test_a_draw_where_none_is_expected_is_seen_by_every_rank() -> None:
-    def run(rank: int, draw: bool = False) -> float:
-        with drawing_nothing():
-            return float(torch.rand(1) if draw and rank == 1 else torch.ones(1))
-
-    assert run_ranks(run, 2) == [1.0, 1.0]
-    with pytest.raises(RankError) as raised:
-        run_ranks(lambda rank: run(rank, draw=True), 2)
-    assert isinstance(raised.value.cause, Drew)

@@ -33,12 +33,11 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
-from autoplan.common.torch_internals import DispatchMode, outside_of_modes
+from autoplan.common.torch_internals import DispatchMode
 from autoplan.patches import simulated_ranks
 from autoplan.patches.seeding import RankGenerator
 from autoplan.patches.simulated_ranks import ProcessLocalGroup, generator_per_thread, host_generators, world_per_thread
@@ -153,7 +152,7 @@ class _Body:
             dist.init_process_group(
                 simulated_ranks.BACKEND, rank=self.number, world_size=self.world_size, store=self.store, timeout=limit
             )
-            with _Attention(), _Draws():
+            with _RankOps():
                 rank.result = self.fn(self.number)
         except BaseException as error:  # raised by the caller
             rank.woken = isinstance(error, SystemExit) and ProcessLocalGroup._terminate.is_set()
@@ -226,25 +225,12 @@ def _stop(ranks: list[_Rank]) -> None:
 
 
 @cache
-def _is_attention(function: Any) -> bool:
+def _is_attention(op: Any) -> bool:
     """Return whether it is fused attention, whose kernel on CPU reads beyond keys that are fewer than the values."""
-    return "scaled_dot_product" in str(function)
+    return "scaled_dot_product" in str(op) and "backward" not in str(op)
 
 
-class _Attention(TorchFunctionMode):
-    """Refuses such attention. (Its backward, or a second run of it there, comes after a first run.)"""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _is_attention(func):
-            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-            keys, values = (given[name].shape[-2] for name in ("key", "value"))
-            if keys != values:
-                raise RuntimeError(f"attention takes {keys} keys, but {values} values")
-        return func(*args, **kwargs)
-
-
-class _Draws(DispatchMode):
+class _RankOps(DispatchMode):
     """Lends the default generator, in this rank's state, to one random op at a time: ops use no other one."""
 
     supports_higher_order_operators = True
@@ -253,6 +239,8 @@ class _Draws(DispatchMode):
         kwargs = kwargs or {}
         if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # may communicate: lock only for the local op inside, or it would deadlock
+        if _is_attention(func) and args[1].shape[-2] != args[2].shape[-2]:
+            raise RuntimeError(f"attention takes {args[1].shape[-2]} keys, but {args[2].shape[-2]} values")
         drawing = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if not drawing or kwargs.get("generator") is not None or _this.generator is None:
             return func(*args, **kwargs)
@@ -264,30 +252,6 @@ class _Draws(DispatchMode):
             finally:
                 _this.generator.set_state(torch.default_generator.get_state())
                 torch.default_generator.set_state(outside)
-
-
-class Drew(AutoplanError):
-    """A rank drew random numbers where none were expected, so they were not its own."""
-
-
-@contextmanager
-def drawing_nothing() -> Iterator[None]:
-    """Run ops without that mode, which takes a fifth of a rank's time; raise Drew if any rank draws meanwhile."""
-    if _this.generator is None:
-        yield
-        return
-    before = _state_of_process()
-    try:
-        with outside_of_modes():
-            yield
-    finally:
-        if _state_of_process() != before:
-            raise Drew("a rank drew random numbers where none were expected")
-
-
-def _state_of_process() -> bytes:
-    with _random:  # or another rank's state might be there
-        return torch.default_generator.get_state().numpy().tobytes()
 
 
 # Count collectives

@@ -54,9 +54,8 @@ NORM = Group("norm of all gradients")
 @dataclass(frozen=True)
 class Check:
     """`run` runs one model. `absent` returns why the check does not apply to it, or "". `if_it_runs`: a model that
-    cannot run it unsharded is verified without this check, and the report says so. `apart`: the ways that it takes
-    through the model's code count as seen only if it is right. `may_fail`: calls that nobody promised. `draws`: it is
-    in training mode, where models draw random numbers."""
+    cannot run it unsharded is verified without this check, and the report says so. `apart`: the ways
+    that it takes through the model's code count as seen only if it is right. `may_fail`: calls that nobody promised."""
 
     name: str
     about: str
@@ -65,7 +64,6 @@ class Check:
     if_it_runs: bool = False
     apart: bool = False
     may_fail: bool = False
-    draws: bool = False
 
 
 # The checks
@@ -376,10 +374,10 @@ CHECKS = (
         apart=True,
         may_fail=True,
     ),
-    Check("training", "training mode without dropout, buffers afterwards", training, _trains_alike, True, draws=True),
+    Check("training", "training mode without dropout, buffers afterwards", training, _trains_alike, if_it_runs=True),
     Check("loss", "the loss that the model computes from labels, and its gradients", loss, _no_labels),
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
     Check("cache", "decoding token by token with a cache", cache, _no_cache),
-    Check("dropout", "training mode with dropout and a seed per rank", dropout, _no_dropout, True, draws=True),
+    Check("dropout", "training mode with dropout and a seed per rank", dropout, _no_dropout, if_it_runs=True),
     Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer, _sparse),
 )

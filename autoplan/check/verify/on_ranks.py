@@ -23,7 +23,6 @@ from autoplan.capture.copies import copied
 from autoplan.capture.outside import refusing_outsiders, replacing
 from autoplan.check.ranks.common import Budget, RankError, RankTimeout
 from autoplan.check.ranks.run import Engine, run_processes, run_ranks
-from autoplan.check.ranks.threads import Drew, drawing_nothing
 from autoplan.check.verify.checks import CHECKS
 from autoplan.check.verify.compare import measured_traffic
 from autoplan.check.verify.subject import state_kept
@@ -81,7 +80,6 @@ class Job:
     tp_size: int
     checks: tuple[str, ...]
     dims: tuple[tuple[str, int], ...]  # of the simulated mesh: name and size
-    draws: bool = False  # whether the model draws random numbers in other checks than those that expect it
 
     @property
     def ranks(self) -> int:
@@ -130,12 +128,7 @@ def _run(job: Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
         return run_processes(_on_rank, (job,), job.ranks, timeout=timeout)
     # Copies are made here: deepcopy may run the model's own Python code, which threads would run concurrently.
     jobs = [replace(job, subject=copy_of(job.subject)) for _ in range(job.ranks)]
-    try:
-        return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.ranks, engine=engine, timeout=timeout)
-    except RankError as error:
-        if not isinstance(error.cause, Drew):
-            raise
-    return _run(replace(job, draws=True), engine, mesh, timeout)
+    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.ranks, engine=engine, timeout=timeout)
 
 
 def copy_of(subject: Any) -> Any:
@@ -155,12 +148,8 @@ def _on_host(seen: Any) -> Any:
 
 def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shard the model and run the checks in order; return their observations, and the collectives of one step."""
-    quiet = nullcontext if job.draws else drawing_nothing
     try:
-        with quiet():
-            model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
-    except Drew:
-        raise
+        model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
     except Exception as error:  # any failure to shard is a finding about the plan
         raise CheckFailed("sharding", said(error)) from error
     subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
@@ -171,9 +160,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     for recorder in (ways, *apart.values()):
         recorder.know(model)
     for check in CHECKS:
-        if check.name not in job.checks:
-            continue
-        with nullcontext() if check.draws else quiet():
+        if check.name in job.checks:
             try:
                 recorder = apart.get(check.name, ways)
                 together, follow = fail_together(voters_here(), check.name), tracing(recorder if follows else None)
