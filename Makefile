@@ -10,9 +10,7 @@ TORCH  ?= $(shell grep '^torch==' $(LOCK))
 
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
-# pip compiles on one core. What cannot be compiled (templates of code) is passed over, as pip does.
-COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib autoplan tests/helpers tests/redteam || true
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --constraint $(VENV)/constraints.txt
 # Of what pip says, what it fetches (with sizes) and installs; pip's exit code counts.
 SHELL  := bash
 .SHELLFLAGS := -o pipefail -c
@@ -53,13 +51,11 @@ $(VENV)/base: pyproject.toml $(LOCK)
 	@$(PIP) "$(TORCH)" $(SHOWN)
 	@echo "installing autoplan, with versions out of the $$(grep -c == $(LOCK)) of $(LOCK)"
 	@$(PIP) hatchling $(SHOWN) && $(PIP) --no-build-isolation --editable . $(SHOWN)
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base
 	@echo "installing the test tools"
 	@$(PIP) --no-build-isolation --editable '.[dev]' $(SHOWN)
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/hosts: $(VENV)/dev
@@ -68,7 +64,6 @@ $(VENV)/hosts: $(VENV)/dev
 	@$(PIP) --no-deps $(HOSTS) $(SHOWN) || echo "NOT TRIED: $(HOSTS) could not be installed, their tests are skipped"
 	@$(PIP) $(DEEPSPEED_NEEDS) $(SHOWN) && DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation deepspeed $(SHOWN) || \
 		echo "NOT TRIED: deepspeed could not be installed, its test is skipped"
-	@$(COMPILE)
 	@touch $@
 
 # What torch pins itself (nvidia's packages, triton) is left out, and so is the local part of a version (+cpu).
