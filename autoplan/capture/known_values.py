@@ -19,9 +19,9 @@ import torch
 
 from autoplan.common.nested import flatten_tensors, own_argument
 from autoplan.common.torch_internals import (
+    DispatchMode,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     schema_of,
     unset_fake_temporarily,
 )
@@ -58,7 +58,7 @@ class KnownValues:
         self.mode.__exit__(*exception)
 
 
-class _Computing(TorchDispatchMode):
+class _Computing(DispatchMode):
     """Computes an op for real if every tensor in it is real, or if it makes integers from no tensor at all."""
 
     def __init__(self, supposing: bool) -> None:

@@ -27,7 +27,7 @@ from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.code.ways import listener, tracing
 from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import flatten_tensors, own_argument, signature_names
-from autoplan.common.torch_internals import FakeTensor, TorchDispatchMode, is_wrapped, outside_of_modes, unwrapped
+from autoplan.common.torch_internals import DispatchMode, FakeTensor, is_wrapped, outside_of_modes, unwrapped
 from autoplan.ops import call_record
 from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.classes import code_lies_open
@@ -153,7 +153,7 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-class _OpRecorder(TorchDispatchMode):
+class _OpRecorder(DispatchMode):
     """Records every aten op."""
 
     def __init__(self, recording: Recording) -> None:

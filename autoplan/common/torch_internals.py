@@ -46,6 +46,15 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees each op, for runs that torch.compile has no part in: torch wraps the method of other modes in a
+    function that keeps the compiler away, which takes as long as most ops of small tensors."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside of one that `torch.vmap` passes around, on which its ops work."""
     while _functorch.is_batchedtensor(tensor):

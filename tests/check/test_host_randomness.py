@@ -1,4 +1,5 @@
-"""Forwards that draw with Python's or numpy's random modules: every rank draws what the unsharded model does."""
+"""Forwards that draw random numbers in eval mode too, with torch or with Python's or numpy's random modules: every rank
+draws what the unsharded model does."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ class Draws(nn.Module):
         self.source = source
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        number = random.random() if self.source == "random" else float(numpy.random.rand())
+        draw = {"random": random.random, "numpy": numpy.random.rand, "torch": lambda: torch.rand(())}[self.source]
+        number = float(draw())
         return x + self.down(torch.tanh(self.up(x)) * (1 + number))
 
 
-@pytest.mark.parametrize("source", ["random", "numpy"])
-def test_what_python_and_numpy_draw_is_the_same_on_every_rank(source: str) -> None:
+@pytest.mark.parametrize("source", ["random", "numpy", "torch"])
+def test_what_is_drawn_is_the_same_on_every_rank(source: str) -> None:
     before = random.getstate(), numpy.random.get_state()[1].copy()
     report = autoplan.verify(Draws(source), tp_size=2, inputs={"x": torch.randn(2, 6, 16)})
     assert report.ok and {"forward", "training", "optimizer"} <= set(report.details["checked"])

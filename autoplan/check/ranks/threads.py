@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
-from autoplan.common.torch_internals import TorchDispatchMode
+from autoplan.common.torch_internals import DispatchMode
 from autoplan.patches import simulated_ranks
 from autoplan.patches.seeding import RankGenerator
 from autoplan.patches.simulated_ranks import ProcessLocalGroup, generator_per_thread, host_generators, world_per_thread
@@ -230,7 +230,7 @@ def _is_attention(op: Any) -> bool:
     return "scaled_dot_product" in str(op) and "backward" not in str(op)
 
 
-class _RankOps(TorchDispatchMode):
+class _RankOps(DispatchMode):
     """Lends the default generator, in this rank's state, to one random op at a time: ops use no other one."""
 
     supports_higher_order_operators = True
@@ -308,7 +308,7 @@ def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> P
     return _CountingGroup(rank, world_size)
 
 
-class _DispatchCounter(TorchDispatchMode):
+class _DispatchCounter(DispatchMode):
     """Counts collectives of real process groups in the dispatcher."""
 
     supports_higher_order_operators = True

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoplan.common.torch_internals import TorchDispatchMode, outside_of_modes, schema_of
+from autoplan.common.torch_internals import DispatchMode, outside_of_modes, schema_of
 from autoplan.execute import random_streams
 from autoplan.values import Finding
 
@@ -26,7 +26,7 @@ _FAR = 6.0  # standard errors: fewer than one of 10^8 draws are that far off by 
 _STAND_IN = 0.625  # stands for any number between 0 and 1
 
 
-class _AtDraws(TorchDispatchMode):
+class _AtDraws(DispatchMode):
     """Calls `drew` after each op that has drawn from this rank's own generators."""
 
     supports_higher_order_operators = True

@@ -288,6 +288,8 @@ def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
 
 def _of_container(container: Any) -> Callable[[], None]:
     """Return the function that puts back the items of a container and of the containers in it, the same objects."""
+    if not container:  # most are: a module's hooks
+        return container.clear
     items = list(container.items()) if isinstance(container, dict) else list(container)
     values = container.values() if isinstance(container, dict) else items
     inner = [_of_container(value) for value in values if type(value) in _CONTAINERS]

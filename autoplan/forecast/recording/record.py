@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.nested import call_with, flatten_tensors
 from autoplan.common.stages import Round, counted
-from autoplan.common.torch_internals import TorchDispatchMode, collectives_by_name, local_part, schema_of, storage_id
+from autoplan.common.torch_internals import DispatchMode, collectives_by_name, local_part, schema_of, storage_id
 from autoplan.forecast.recording.fused import Fusion
 from autoplan.forecast.recording.kernels import (
     flops_of,
@@ -191,7 +191,7 @@ def local_piece(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-class _Watching(TorchDispatchMode):
+class _Watching(DispatchMode):
     """Sees every op on local tensors."""
 
     def __init__(self, log: _Log, groups: Mapping[str, str]) -> None:
