@@ -30,6 +30,13 @@ def _reduced_dims(op: Op, rank: int) -> list[int]:
     return [dims] if isinstance(dims, int) and not isinstance(dims, bool) else list(range(rank))
 
 
+def sums_over(op: Op, rank: int) -> tuple[Reduction, list[int]] | None:
+    """Return the dims of its first input that an op sums over, and whether it is a sum or a mean; None for others."""
+    runs = op_record(op.name).runs
+    how = Reduction.SUM if runs is part_of_a_sum else Reduction.MEAN if runs is part_of_a_mean else None
+    return None if how is None else (how, [dim % rank for dim in _reduced_dims(op, rank)])
+
+
 def _split_layouts(at: SplitOp) -> list[Layout]:
     """Return the layouts of the split dims that the op runs over."""
     dims = _reduced_dims(at.op, len(at.terms(0))) if at.op.args else []

@@ -42,6 +42,7 @@ from autoplan.values.instructions.boundaries import (
 from autoplan.values.instructions.calls import (
     AttendAcross,
     AttentionCall,
+    CallOverPositions,
     CallRewrite,
     CallSite,
     CellCall,

@@ -23,6 +23,7 @@ from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.on_shards import RepeatEach
 from autoplan.values import (
     Call,
+    CallOverPositions,
     CallRewrite,
     CallSite,
     Cut,
@@ -85,22 +86,26 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
 
 @dataclass
 class SequenceWork:
-    """Work of calls in code that sees shards of a sequence, by call: numbers that they are passed, and the dim and the
-    sequence of sums of which a rank keeps its own positions."""
+    """Work of calls in code that sees shards of a sequence, by call: numbers that they are passed, the dim and the
+    sequence of sums of which a rank keeps its own positions, and those of sums over positions (of a mean?)."""
 
     lengths: dict[int, tuple[LengthArgument, ...]] = field(default_factory=dict)
     kept: dict[int, tuple[int, SequenceName]] = field(default_factory=dict)
+    summed: dict[int, tuple[int, SequenceName, bool]] = field(default_factory=dict)
 
     def named(self, name: str) -> SequenceWork:
         """Return the same work, about this sequence."""
         sequence = SequenceName(name)
         lengths = {i: tuple(replace(each, sequence=sequence) for each in given) for i, given in self.lengths.items()}
-        return SequenceWork(lengths, {index: (dim, sequence) for index, (dim, _) in self.kept.items()})
+        kept = {index: (dim, sequence) for index, (dim, _) in self.kept.items()}
+        summed = {i: (dim, replace(each, name=name), mean) for i, (dim, each, mean) in self.summed.items()}
+        return SequenceWork(lengths, kept, summed)
 
     def joined(self, calls: tuple[CallRewrite, ...], trace: Trace) -> Iterator[CallRewrite]:
         """Yield the work of calls together with this."""
         lengths = {trace.calls[index].source: given for index, given in self.lengths.items()}
         kept = {trace.calls[index].source: how for index, how in self.kept.items()}
+        summed = {trace.calls[index].source: how for index, how in self.summed.items()}
         names, unmarked = ("arguments", "copies", "cuts", "sometimes"), set[_Place]()
         for call in calls:
             place = (call.pattern, call.site.function, call.site.place)
@@ -108,11 +113,18 @@ class SequenceWork:
             needs = {name: getattr(call, name) for name in names} | {"lengths": lengths.get(place, ())}
             if place in kept:
                 yield ReduceScatterCall(call.pattern, call.site, *kept[place], **needs)
+            elif place in summed:
+                yield CallOverPositions(call.pattern, call.site, *summed[place], **needs)
             else:
                 yield replace(call, lengths=needs["lengths"])
-        for place, given in lengths.items():
-            if place not in unmarked:
-                yield RewriteCall(place[0], CallSite(*place[1:]), lengths=given)
+        for place in (lengths | summed).keys() - unmarked:
+            site, given = CallSite(*place[1:]), lengths.get(place, ())
+            over = summed.get(place)
+            yield (
+                CallOverPositions(place[0], site, *over, lengths=given)
+                if over is not None
+                else RewriteCall(place[0], site, lengths=given)
+            )
 
 
 def _by_place(

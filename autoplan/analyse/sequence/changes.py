@@ -31,6 +31,7 @@ class SequencePlacement:
     reduce_scatters: dict[Crossing, int] = field(default_factory=dict)  # replace an AllReduce
     returned_shards: dict[Crossing, int] = field(default_factory=dict)  # of blocks, which others may collect
     values: set[int] = field(default_factory=set)  # all that are cut
+    reduced: set[int] = field(default_factory=set)  # sums over their positions, and what is made of these alone
     # under context parallelism (context.py): scatters and gathers whose gradient is left a part of a sum, what is
     # returned whole, and sums of gradients that are not needed
     own: set[tuple[Crossing, str]] = field(default_factory=set)

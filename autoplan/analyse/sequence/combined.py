@@ -21,6 +21,7 @@ from autoplan.values import (
     AllGather,
     AttendAcross,
     Boundary,
+    CallOverPositions,
     CallRewrite,
     Collective,
     Exchange,
@@ -34,6 +35,7 @@ from autoplan.values import (
     Runtime,
     ScaleGradient,
     SequenceBoundary,
+    SplitLogits,
     WithholdPartial,
 )
 
@@ -136,8 +138,8 @@ class _Combined:
             return self._over_cp(other)
         if isinstance(other, IntegerEdit):
             return replace(other, over="all")
-        if isinstance(other, AttendAcross):  # of the heads of a tp rank
-            return replace(other, over="cp")
+        if isinstance(other, AttendAcross) or (isinstance(other, CallOverPositions) and own is None):
+            return replace(other, over="cp")  # of what a rank of tp holds
         if isinstance(other, CallRewrite):
             return self._call(own if isinstance(own, CallRewrite) else None, other)
         if any(move.collective is not Collective.ALL_REDUCE for move in other.moves):
@@ -186,4 +188,5 @@ def _key(instruction: Instruction) -> tuple[object, ...]:
         return IntegerEdit, instruction.pattern, instruction.name, instruction.index
     if isinstance(instruction, CallRewrite):
         return CallRewrite, instruction.pattern, instruction.site
-    return type(instruction), instruction.pattern
+    more = instruction.outputs if isinstance(instruction, SplitLogits) else ()  # calls may return logits in two forms
+    return type(instruction), instruction.pattern, more

@@ -11,7 +11,7 @@ the model's own code, which returns them or makes a loss of them, each rank take
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.changes import Refused, SequencePlacement
@@ -78,11 +78,11 @@ class _Outside:
             for tensor in tuple(self.seen):
                 self._check_readers(tensor)
 
-    def _find_own_code(self) -> None:
+    def _find_own_code(self, alone: Collection[int] = ()) -> None:
         """Find what the model's own code makes of whole values on the way to the model's output: it is the same on each
-        rank, as is a loss. Module outputs have a whole gradient there, of which each rank takes an equal part."""
-        reached = self.flow.with_gradients()
-        alone = set[int]()  # what is divided where the model returns it, since modules read it, too
+        rank, as is a loss. Module outputs have a whole gradient there, of which each rank takes an equal part.
+        `alone`: what is divided where the model returns it, since modules read it, too."""
+        reached, alone = self.flow.with_gradients(), set(alone)
         while True:
             self.own_code.clear()
             self.scaled.clear()
@@ -90,20 +90,30 @@ class _Outside:
             own_of = {tensor: self._back_to_modules(tensor, passed_of[tensor]) for tensor in passed_of}
             read = {t for t, own in own_of.items() if any(self._others_read(value, reached) for value in own)}
             read |= {t for t, passed in passed_of.items() if any(map(self._is_read_behind, passed & self.cut.values))}
+            read |= {t for t, passed in passed_of.items() if passed & self.cut.reduced & own_of[t]}
             if not read:
                 break
             alone |= read
-        self.kept |= {t for passed in passed_of.values() for t in passed & self.cut.values if self._gathers_of(t)}
         for crossing, tensor in tuple(self.scaled.items()):
-            behind = {use for use in self.flow.gradient_uses(tensor) if use >= crossing.last}
-            if behind <= self.own_code:
-                self.cut_at[tensor].append(range(crossing.last, len(self.trace.calls)))
-            elif behind & self.own_code:
-                raise Refused(self._reason("shared-value", min(behind - self.own_code)))
-            else:  # modules read it, and it is returned as it is
+            behind = {use for use in self.flow.gradient_uses(tensor) if use >= crossing.last} - self.own_code
+            if behind and any(use >= crossing.last and use in self.own_code for use in self.flow.gradient_uses(tensor)):
+                raise Refused(self._reason("shared-value", min(behind)))
+            if behind:  # modules read it, and it is returned as it is
                 del self.scaled[crossing]
                 alone.add(tensor)
+        uneven = {tensor for crossing, tensor in self.scaled.items() if self._is_uneven(crossing)}
+        if also := {t for t, passed in passed_of.items() if not passed.isdisjoint(uneven)} - alone:
+            return self._find_own_code({*alone, *also})
+        self.kept |= {t for passed in passed_of.values() for t in passed & self.cut.values if self._gathers_of(t)}
+        for crossing, tensor in self.scaled.items():
+            self.cut_at[tensor].append(range(crossing.last, len(self.trace.calls)))
         self.scaled |= {c: tensor for tensor in alone for c in self.flow.leaving[tensor] if not c.module}
+
+    def _is_uneven(self, crossing: Crossing) -> bool:
+        """Return whether what a module hands over is divided there in this run, but not in all: a hook acts on each."""
+        runs = self.flow.runs_through(crossing.module, "output", crossing.path)
+        divided = {c.visit for c in self.scaled if (c.module, c.path) == (crossing.module, crossing.path)}
+        return any(tensor in self.flow.carries and visit not in divided for visit, tensor in runs.items())
 
     def _gathers_of(self, tensor: int) -> list[Crossing]:
         return [crossing for crossing, _ in self.gathers.get(tensor, ()) if crossing.module]
@@ -166,9 +176,11 @@ class _Outside:
         points = {(crossing.module, side, crossing.path) for crossing, side in self.gathered}
         for crossing, side in self.cut.gathers:
             if (crossing.module, side, crossing.path) in points:
-                alike = (crossing, side) in self.gathered
-                if not alike and self.flow.gradient_uses(self.flow.tensor_at(crossing, side)):
+                alike, tensor = (crossing, side) in self.gathered, self.flow.tensor_at(crossing, side)
+                if not alike and self.flow.gradient_uses(tensor):
                     raise Refused(WholeSequence("runs-both-ways", crossing.module))
+                if not alike and tensor in self.flow.final:  # of which all ranks have the same gradient
+                    self.scaled |= {c: tensor for c in self.flow.leaving[tensor] if not c.module}
                 yield crossing, side
 
     def _is_read_outside(self, crossing: Crossing, side: str) -> bool:

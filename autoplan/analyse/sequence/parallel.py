@@ -91,7 +91,7 @@ def place_sequence(
     walks, placements = [walk for walk, _ in walked.values()], [stream for _, stream in walked.values()]
     for number, (walk, stream) in enumerate(walked.values()):
         stream.name_crossings(f"s{number}")
-        stream.values = walk.cut
+        stream.values, stream.reduced = walk.cut, walk.reduced
     if not placements or (context and refused):  # then `planning.py` tries it without these
         reasons = [replace(why, stack=None) for why in refused] or without or [WholeSequence("no-blocks")]
         return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
@@ -99,7 +99,7 @@ def place_sequence(
     result.whole += refused
     result.partial_gathers = {key for key in result.gathers if flow.tensor_at(*key) in placement.partial}
     try:
-        for work in (result.work.lengths, result.work.kept):
+        for work in (result.work.lengths, result.work.kept, result.work.summed):
             check_places(work, shards)
         if context:
             leave_partial(flow, placement, result)

@@ -93,12 +93,15 @@ class Picks:
         """Return whether positions are picked, or put back, by lists or masks of them and by nothing else, and no part
         of some rows is taken (the first ones of an expert)."""
         call = self.trace.calls[index]
-        source = next(refs(call.args[:1]), -1)
-        dims, along = self.positions.dims_of(source) if source >= 0 else [], call_record(call.name).along
-        terms = self.axes.of(source) if source >= 0 else ()
-        of_rows = {d for d, term in enumerate(terms) if not self.places.isdisjoint(map(find, leaves(term)))}
+        source, along = next(refs(call.args[:1]), None), call_record(call.name).along
         if along is not None and along.what == "scatters":
             return all(isinstance(ref, Ref) and ref.id in self.rows for ref in call.args[2:4])
+        if source is None:
+            return True
+        dims, terms = self.positions.dims_of(source), self.axes.of(source)
+        of_rows = {d for d, term in enumerate(terms) if not self.places.isdisjoint(map(find, leaves(term)))}
+        if source in self.rows:  # an axis of one row, or of none, is no axis
+            of_rows |= {dim for dim, size in enumerate(self.trace.tensors[source].shape) if size < 2}
         for dim, item in self._taken(call, source):
             listed = isinstance(item, Ref) and (item.id in self.rows or bool(self.positions.dims_of(item.id)))
             if dim in of_rows or (dim in dims and not listed):

@@ -17,6 +17,7 @@ from autoplan.analyse.sequence.positions import Positions, coupling_ops
 from autoplan.analyse.sequence.stream_state import CutStream
 from autoplan.analyse.sequence.windows import Windows, own_queries
 from autoplan.ops import call_record
+from autoplan.ops.records.answers import Reduction
 from autoplan.values import PICKING, SequenceName
 from autoplan.values.not_placed import WholeSequence, WholeWhy
 
@@ -81,8 +82,8 @@ class Stream(CutStream):
         self.cut: set[int] = set()
         self.index_crossings()
         result = self.result
-        noted = (result.summed_parameters, result.random, result.attended, result.shared)
-        for each in (*noted, result.work.lengths, result.work.kept):
+        noted = (result.summed_parameters, result.random, result.attended, result.shared, self.reduced)
+        for each in (*noted, *vars(result.work).values()):
             each.clear()
         entries = [((start, "input"), origin) for start, origin in self.starts.items()]
         for key, origin in (*entries, *(((made_by, "output"), origin) for made_by, origin in self.made_at.items())):
@@ -115,6 +116,7 @@ class Stream(CutStream):
         flow, inputs, outputs = self.flow, self.flow.inputs[index], self.flow.outputs[index]
         cut = [t for t in inputs if self._cut_here(t, index)]
         if not cut:
+            self.reduced.update(outputs if not self.reduced.isdisjoint(inputs) else ())
             if not self.receives_local_length(index):
                 self._cut_sums(index, outputs)
                 return
@@ -149,6 +151,10 @@ class Stream(CutStream):
             self.result.attended[index] = SequenceName("")
         self._note_gradients(index, inputs, cut)
         self._note_draws(index)
+        if (how := self.sums_positions(index, cut)) is not None:
+            dim, flattened = self.positions.plain_dim(cut[0]) or 0, self.positions.flattened(cut[0])
+            self.result.work.summed[index] = dim, SequenceName("", flattened), how is Reduction.MEAN
+            self.reduced.update(outputs)
         if not self.sizes_follow(index):
             self.result.work.lengths[index] = self.own_lengths(index) or ()
         self.cut.update(t for t in outputs if t in self.rows or self.positions.dims_of(t))
@@ -214,6 +220,8 @@ class Stream(CutStream):
             return None
         if not self.rows.isdisjoint(cut):
             return self._whole("reads-across", index)
+        if self.sums_positions(index, cut) is not None:
+            return None
         for op in range(*call.ops):
             if self.positions.crossed_by(op):
                 return WholeSequence("reads-across", call.module, self.trace.ops[op].name)
@@ -251,7 +259,7 @@ class Stream(CutStream):
         return (
             call_record(self.trace.calls[index].name).alike
             and not any(self.positions.dims_of(t) for t in inputs)
-            and all(self.made_of(t, index) is not None for t in carrying)
+            and all(t in self.reduced or self.made_of(t, index) is not None for t in carrying)
         )
 
     # ------------------------------------------------------------------ boundaries
@@ -375,7 +383,7 @@ class Stream(CutStream):
             if tensor in cut or self.positions.dims_of(tensor) or tensor not in self.flow.carries:
                 continue
             parameters = self.made_of(tensor, index)
-            if parameters is None and self.shares:
+            if parameters is None and (self.shares or tensor in self.reduced):
                 self.result.shared.setdefault(tensor, set()).add(index)
             elif parameters is None:
                 for value in cut:

@@ -18,6 +18,7 @@ from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term
 from autoplan.common.patterns import is_under
 from autoplan.ops.records.answers import Reduction
+from autoplan.ops.reductions import sums_over
 from autoplan.values import (
     AllReduce,
     AllReduceGradient,
@@ -28,6 +29,7 @@ from autoplan.values import (
     ModuleVisit,
     ScaleGradient,
     WithholdPartial,
+    refs,
 )
 from autoplan.values.not_placed import WholeSequence
 
@@ -60,6 +62,9 @@ class CutStream:
         self.shares = shares  # may calls on shards read values without positions that others read, too?
         self.picking, self.rows = set[int](), set[int]()  # calls that pick positions, and values of those (picks.py)
         self.gathered = gathered
+        self.reduced = set[
+            int
+        ]()  # sums over positions, and what is made of them: equal on ranks, with partial gradients
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
@@ -181,6 +186,20 @@ class CutStream:
             return None
         return self.positions.lengths_to_change(index, lambda t, d: self._is_told(t, d, index), own=True)
 
+    def sums_positions(self, index: int, cut: list[int]) -> Reduction | None:
+        """Return how a call in a module's code sums over all positions of a value on shards, to nothing that has any;
+        None if it does not."""
+        call = self.trace.calls[index]
+        ops = [op for op in range(*call.ops) if self.positions.crossed_by(op)]
+        if not (self.context and call.module and len(ops) == len(cut) == 1 and ops[0] == call.ops[1] - 1):
+            return None
+        op, (source,) = self.trace.ops[ops[0]], cut
+        known = sums_over(op, len(self.trace.tensors[source].shape)) if [*refs(op.args)] == [source] else None
+        apart = call.source in self.told_unevenly or any(map(self.positions.dims_of, self.flow.outputs[index]))
+        if known is None or apart or not {*self.positions.dims_of(source)} <= {*known[1]}:
+            return None
+        return known[0] if self.positions.plain_dim(source) is not None else None
+
     def _is_told(self, tensor: int, dim: int, index: int) -> bool:
         """Return whether code at a call reads the length of the whole sequence off a dim."""
         return self.positions.has(self.shards.axes.of(tensor)[dim]) and self.local_size(tensor, dim, index) > 0
@@ -246,11 +265,14 @@ class CutStream:
         for index, visit in enumerate(self.trace.visits):
             if visit.parent is None and visit.calls[1] > self.first_call:
                 for path, tensor in visit.outputs:
-                    if tensor in self.cut and not self.leaving.get(tensor):
+                    key = Crossing(index, visit.module, path, *visit.calls), "output"
+                    if any(crossing.module for crossing in self.leaving.get(tensor, ())):
+                        result.gathers.pop(key, None)
+                    elif tensor in self.cut and not self.leaving.get(tensor):
                         dim = self.positions.plain_dim(tensor)
                         if dim is None:
                             raise Refused(WholeSequence("merged-returned"))
-                        result.gathers[(Crossing(index, visit.module, path, *visit.calls), "output")] = dim
+                        result.gathers[key] = dim
         for tensor in result.summed_parameters if not self.context else ():
             uses = self.flow.gradient_uses(tensor)
             by_whole = [u for u in uses if not self._reaches_shard(u)]
@@ -259,7 +281,7 @@ class CutStream:
                 name = self.trace.tensors[tensor].names[0]
                 raise Refused(WholeSequence("shared-parameter", call.module, call.name, parameter=name))
         own = {index: each for index, each in result.work.lengths.items() if each and each[0].own}
-        if uneven := uneven_places(own, self.trace):
+        if uneven := uneven_places(own, self.trace) | uneven_places(result.work.summed, self.trace):
             self.told_unevenly |= uneven
             raise Restart
         self._even_points()

@@ -41,6 +41,7 @@ from autoplan.values import (
     AroundModule,
     AttendAcross,
     Boundary,
+    CallOverPositions,
     CallRewrite,
     Instruction,
     NoteShard,
@@ -94,7 +95,7 @@ def moved_inside(module: nn.Module) -> str:
     """Return the name of a module inside (or this one) at which the plan moves positions of a sequence; "" if none."""
     hooks = (hook for inner in module.modules() for hooks in forward_hooks(inner) for hook in hooks.values())
     workers = (worker for hook in hooks if isinstance(worker := getattr(hook, "__self__", None), Worker))
-    moving = (SequenceBoundary, AttendAcross, ReduceScatterCall)
+    moving = (SequenceBoundary, AttendAcross, CallOverPositions, ReduceScatterCall)
     moves = (w.work.name for w in workers for i in w.work.of(moving) if not isinstance(i, NoteShard))
     return next(moves, "")
 

@@ -115,8 +115,9 @@ class Root(Hooks):
         self.random, self.always = random
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
-        paths = [output.path for output in outputs]
-        self.outputs = [(one.path, execute(one, at), other_forms(one.path, paths)) for one in outputs]
+        paths = {*seen.outputs, *(output.path for output in outputs)}
+        self.outputs = [(one.path, execute(one, at)) for one in outputs]
+        self.forms = paths
         self.unseen = UnseenOutputs(seen.outputs, seen.shapes, self.names, running.group)
         self.unseen.partial = running.context
         self.target_words = conventions().target_words
@@ -200,9 +201,8 @@ class Root(Hooks):
 
     def _leave(self, output: Any) -> Any:
         with DisableTorchFunction():
-            for path, change, others in [] if self.running.runs_whole else self.outputs:
-                if not is_other_form(output, path, others):
-                    output = self._changed(output, path, change)
+            for path, change in [] if self.running.runs_whole else self.outputs:
+                output = self._changed(output, path, change)
             for path, shard in shards_in(output):  # shards that the model itself collected
                 output = change_at(output, path, self._whole(shard), "the model")
             if self.running.loss:
@@ -215,6 +215,8 @@ class Root(Hooks):
 
     def _changed(self, output: Any, path: tuple[Any, ...], change: Callable[[torch.Tensor], Any]) -> Any:
         """Return the model's result with one tensor changed; unchanged if the call did not ask for that one."""
+        if is_other_form(output, path, other_forms(path, self.forms)):
+            return output
         holder = left_out_of(output, path)
         self.unseen.shorter |= isinstance(holder, list | tuple)
         return output if holder is not None else change_at(output, path, change, "the model")

@@ -159,6 +159,21 @@ class ReduceScatterCall(CallRewrite):
 
 
 @instruction
+class CallOverPositions(CallRewrite):
+    """A sum, or `mean`, over the positions of `sequence` along `dim` (from the end) of its first input, of which each
+    rank has its own: parts are all-reduced, and so are the parts of the gradient that ranks have."""
+
+    dim: int
+    sequence: SequenceName
+    mean: bool
+
+    takes, gives = Spread.SEQUENCE_SHARD, Spread.REPLICATE
+    says = "parts of all positions summed over ranks, and their gradients"
+    cost = Cost("sum", "call")
+    collectives = (Move(Collective.ALL_REDUCE), Move(Collective.ALL_REDUCE, backward=True))
+
+
+@instruction
 class MeanCall(CallRewrite):
     """A mean over an axis with equal shards: the means of the shards are averaged."""
 

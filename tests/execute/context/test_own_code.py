@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mixer_stack import Stack
-from redteam.cases import dispatch
+from redteam.cases import dispatch, streams
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -22,6 +22,7 @@ from autoplan.values import (
     AllGatherSequenceSumGradient,
     AttendAcross,
     AttentionCall,
+    CallOverPositions,
     ExchangeToPieces,
     Halo,
     ReduceScatterCall,
@@ -371,3 +372,11 @@ def test_loops_over_experts_run_on_own_positions_unless_counts_enter_values(expe
     plan = autoplan.plan(dispatch.Stack(block).double(), cp_size=2)
     assert plan.proof.ok, plan.findings
     assert any("full sequence" in finding.message for finding in plan.findings) == whole, plan.findings
+
+
+@pytest.mark.parametrize("over", [{"cp_size": 2}, {"cp_size": 2, "tp_size": 2}], ids=["cp", "tp and cp"])
+def test_a_block_may_sum_over_all_positions_in_its_own_code(over: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    plan = autoplan.plan(streams.Stack(streams.SumsOfAll).double(), **over)
+    assert plan.proof.ok and len(plan.runtime.of(CallOverPositions)) == 4, plan.findings
+    assert not any("full sequence" in finding.message for finding in plan.findings), plan.findings

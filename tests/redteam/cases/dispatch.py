@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..case import HOSTILE, call, case, ids
 from ..parts import Attention
-from .streams import Stack, stacked
+from .streams import OVER_CP, Stack, next_tokens, stacked
 
 CALLS = (
     *(call(ids(2, 12)), call(ids(2, 7, seed=2), _train=True), call(ids(1, 40, seed=3))),
@@ -312,3 +312,26 @@ class BetweenStreams(Stack):
             picked = self.more.gate(rows)[:, 0] > 0
             x = rows.masked_scatter(picked.unsqueeze(-1), self.more.experts[0](rows[picked])).view_as(x)
         return self.head(self.norm(x))
+
+
+class Balanced(Routed):
+    """Keeps a loss of its load, which the model adds to its own."""
+
+    def mixed(self, rows, weights, chosen):
+        load = F.one_hot(chosen, COUNT).to(rows.dtype).sum(1).mean(0)
+        self.balance = COUNT * (load * self.gate(rows).softmax(-1).mean(0)).sum()
+        return super().mixed(rows, weights, chosen)
+
+
+@case(*CALLS[:3], call(ids(2, 7), ids(2, 7, seed=3), _train=True), call(ids(1, 40), ids(1, 40, seed=3)), **OVER_CP)
+class BalanceInTheLoss(Stack):
+    """Returns logits, or logits and a loss."""
+
+    def __init__(self):
+        super().__init__(type("Block", (Block,), {"experts": Balanced}))
+
+    def forward(self, input_ids, labels=None):
+        logits = super().forward(input_ids)
+        if labels is None:
+            return logits
+        return logits, next_tokens(logits, labels) + 0.1 * sum(block.feed.balance for block in self.blocks)

@@ -298,3 +298,24 @@ class NormFirst(nn.Module):
     def forward(self, x):
         x = x + self.mix.o(self.mix.mixed(self.a(x)))
         return x + self.feed.down(self.feed.inner(self.b(x)))
+
+
+class SumsOfAll(nn.Module):
+    """The block's own code gates by a mean over all positions, takes a weighted one away, and divides by one of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix, self.gate, self.mlp = nn.LayerNorm(16), Attention(), nn.Linear(16, 16), Mlp()
+
+    def forward(self, x):
+        x = x + self.mix.o(joined(F.scaled_dot_product_attention(*self.heads(self.norm(x)))))
+        x = x * self.gate(x.mean(1, keepdim=True)).sigmoid()
+        share = x.sum(-1, keepdim=True).sigmoid()
+        x = x - ((share * x).sum(1) / share.sum(1)).unsqueeze(1).expand(-1, x.shape[1], -1)
+        return self.mlp(x / (1 + x.flatten(0, 1).square().mean()))
+
+    def heads(self, x):
+        return [parted(net(x), 4) for net in (self.mix.q, self.mix.k, self.mix.v)]
+
+
+case(call(IDS, _train=True), call(ODD), call(LONG), call(ids(1, 3)), **OVER_CP)(stacked(SumsOfAll))
