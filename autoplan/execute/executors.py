@@ -144,6 +144,9 @@ class Running:
     split_loss: bool = True  # whether the model's own loss may work on split logits
     loss: bool = False  # whether it does so now: logits leave the head as SplitLogits
     draws_unseen: bool = True  # whether arguments not seen while tracing may make it draw
+    outputs: tuple[
+        Any, ...
+    ] = ()  # the paths of the model's outputs, in all forms that it returned when it was recorded
     draws: bool = True  # whether a forward may draw random numbers; if not, compiled code leaves the streams alone
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut

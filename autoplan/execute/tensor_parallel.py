@@ -154,7 +154,7 @@ def apply_plan(
         mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
     )
     running.context, running.more_groups = plan.cp_size > 1, dict(more_groups or {})
-    running.can_run_whole = can_run_whole(plan)
+    running.can_run_whole, running.outputs = can_run_whole(plan), plan.runtime.outputs
     running.randomness.apart = running.sequence.rank if running.more_groups else 0
     running.split_loss = not reproducible_forward  # its reductions are over ranks too
     running.branches.apart = reproducible_forward  # keeps the model's own order of additions

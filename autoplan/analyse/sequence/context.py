@@ -101,7 +101,7 @@ class _Outside:
             if behind:  # modules read it, and it is returned as it is
                 del self.scaled[crossing]
                 alone.add(tensor)
-        uneven = {tensor for crossing, tensor in self.scaled.items() if self._is_uneven(crossing)}
+        uneven = {tensor for crossing, tensor in self.scaled.items() if self._is_uneven(crossing, reached)}
         if also := {t for t, passed in passed_of.items() if not passed.isdisjoint(uneven)} - alone:
             return self._find_own_code({*alone, *also})
         self.kept |= {t for passed in passed_of.values() for t in passed & self.cut.values if self._gathers_of(t)}
@@ -109,11 +109,11 @@ class _Outside:
             self.cut_at[tensor].append(range(crossing.last, len(self.trace.calls)))
         self.scaled |= {c: tensor for tensor in alone for c in self.flow.leaving[tensor] if not c.module}
 
-    def _is_uneven(self, crossing: Crossing) -> bool:
+    def _is_uneven(self, crossing: Crossing, reached: set[int]) -> bool:
         """Return whether what a module hands over is divided there in this run, but not in all: a hook acts on each."""
         runs = self.flow.runs_through(crossing.module, "output", crossing.path)
         divided = {c.visit for c in self.scaled if (c.module, c.path) == (crossing.module, crossing.path)}
-        return any(tensor in self.flow.carries and visit not in divided for visit, tensor in runs.items())
+        return any(tensor in reached and visit not in divided for visit, tensor in runs.items())
 
     def _gathers_of(self, tensor: int) -> list[Crossing]:
         return [crossing for crossing, _ in self.gathers.get(tensor, ()) if crossing.module]

@@ -260,5 +260,5 @@ def _at_boundary(planned: Boundary, at: At, outputs: Iterable[Path]) -> Around:
             return output
 
         return Around(lambda args, kwargs: change_input(args, kwargs, names, path, change, where, at=at_path), leave)
-    others = other_forms(path, outputs)
+    others = other_forms(path, {*outputs, *(at.running.outputs if at.name == "" else ())})
     return Around(leave=lambda x: x if is_other_form(x, path, others) else change_at(x, path, change, where))

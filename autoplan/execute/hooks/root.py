@@ -115,9 +115,8 @@ class Root(Hooks):
         self.random, self.always = random
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
-        paths = {*seen.outputs, *(output.path for output in outputs)}
+        self.forms = {*running.outputs, *(output.path for output in outputs)}
         self.outputs = [(one.path, execute(one, at)) for one in outputs]
-        self.forms = paths
         self.unseen = UnseenOutputs(seen.outputs, seen.shapes, self.names, running.group)
         self.unseen.partial = running.context
         self.target_words = conventions().target_words
