@@ -117,14 +117,14 @@ class SequenceWork:
                 yield CallOverPositions(call.pattern, call.site, *summed[place], **needs)
             else:
                 yield replace(call, lengths=needs["lengths"])
-        for place in (lengths | summed).keys() - unmarked:
+        runs = Counter(visit.module for visit in trace.visits)
+        for place in sorted((lengths | summed).keys() - unmarked):
             site, given = CallSite(*place[1:]), lengths.get(place, ())
-            over = summed.get(place)
-            yield (
-                CallOverPositions(place[0], site, *over, lengths=given)
-                if over is not None
-                else RewriteCall(place[0], site, lengths=given)
-            )
+            if place in summed:  # code may leave it out (without gradients); other ways are the path guard's
+                yield CallOverPositions(place[0], site, *summed[place], lengths=given, sometimes=True)
+            else:
+                visits = {call.visit for call in trace.calls if call.source == place}
+                yield RewriteCall(place[0], site, lengths=given, sometimes=len(visits) < runs[place[0]])
 
 
 def _by_place(
