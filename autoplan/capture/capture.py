@@ -110,11 +110,10 @@ def capture_hollow(model: nn.Module, feeds: dict[str, dict[str, Any]], *, folded
         size = sum(p.numel() for p in copy.module.parameters())
         if size > _MOST_REAL:
             break
-        if size <= SMALL:  # each number gets its own storage (some kernels refuse expanded rows), and its own value
+        if size <= SMALL:  # each number gets its own storage: some kernels refuse expanded rows
             with torch.no_grad():
-                for name, parameter in copy.module.named_parameters():
-                    drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05
-                    parameter.data = drawn.to(parameter.dtype) if parameter.is_floating_point() else parameter.clone()
+                for parameter in copy.module.parameters():
+                    parameter.data = parameter.data.contiguous()
         _settle_experts(copy.module)
         copy.module.eval()
         try:

@@ -72,17 +72,14 @@ class TiedAgain(nn.Module):
 
 
 class Force(nn.Module):
-    """The gradient of an energy: nothing of it can be split."""
+    """The gradient of an energy, for each sample apart: nothing of it can be split."""
 
     def __init__(self) -> None:
         super().__init__()
         self.energy = nn.Sequential(nn.Linear(16, 32), nn.Softplus(), nn.Linear(32, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
-        return gradient
+        return torch.func.vmap(torch.func.grad(lambda one: self.energy(one).sum()))(x)
 
 
 @pytest.mark.parametrize("model", (SlowCopy, ByName, Memory, TiedAgain))

@@ -138,7 +138,9 @@ def test_the_command_line_takes_experts_and_ranks(tmp_path: Any) -> None:
     assert found["mesh"] == {"dp_shard": 1, "cp": 2} and found["tokens_of_a_rank"] == 8
     ran = CliRunner().invoke(app, ["estimate", str(tmp_path), "--tp", "2", "--sequence", "16", "--json"])
     assert json.loads(ran.stdout)["mesh"] == {"tp": 2}
-    for wrong in (["--mesh", "dp_shard=2,cp=2", "--cp", "4"], ["--cp", "2", "--train", "inference"], [],
+    ran = CliRunner().invoke(app, ["estimate", str(tmp_path), "--sequence", "16", "--json"])
+    assert json.loads(ran.stdout)["mesh"] == {"tp": 1}
+    for wrong in (["--mesh", "dp_shard=2,cp=2", "--cp", "4"], ["--cp", "2", "--train", "inference"],
                   ["--mesh", "dp_shard=2", "--tp", "2"]):  # fmt: skip
         refused = CliRunner().invoke(app, ["estimate", str(tmp_path), *wrong]).exception
         assert isinstance(refused, autoplan.AutoplanError | SystemExit)

@@ -189,6 +189,8 @@ class OwnWeights(nn.Module):
 
 
 class OwnWeightsBlock(nn.Module):
+    centred = False  # whether it also takes away the mean over all positions
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mixed = nn.LayerNorm(16), nn.Parameter(torch.randn(16, 4, 4))
@@ -198,7 +200,14 @@ class OwnWeightsBlock(nn.Module):
         heads = torch.einsum("btd,dhk->bhtk", self.norm(x), self.mixed)
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         mixed = (heads @ heads.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ heads
-        return x + torch.einsum("bhtk,hkd->btd", mixed, self.out)
+        x = x + torch.einsum("bhtk,hkd->btd", mixed, self.out)
+        return x - x.mean(1, keepdim=True) if self.centred else x
+
+
+def centred(model: OwnWeights) -> OwnWeights:
+    for block in model.blocks:
+        block.centred = True
+    return model
 
 
 def toy(model: nn.Module, given: torch.Tensor = X, **how: Any) -> Subject:
@@ -262,6 +271,7 @@ TOYS: dict[str, Callable[[], Subject]] = {
         context=True,
     ),
     "own weights": lambda: toy(OwnWeights(), IDS, sequence_stacks=(("blocks.0", "blocks.1"),)),
+    "all positions": lambda: toy(centred(OwnWeights()), IDS, sequence_stacks=(("blocks.0", "blocks.1"),), context=True),
     "halo": lambda: decoder("rwkv", RWKV, ["rwkv.blocks.0", "rwkv.blocks.1"], context=True),
     "experts": lambda: decoder("mixtral", MIXTRAL, experts="apart", build={"experts_implementation": "eager"}),
 }
