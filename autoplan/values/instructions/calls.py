@@ -50,8 +50,8 @@ class LiteralArgument:
 
 @dataclass(frozen=True)
 class LengthArgument:
-    """A number at `path` in a call's arguments, a multiple of a sequence's length `plus` a number: the code passes that
-    of a rank's positions, and the call runs on all of them; the other way round where it runs on a rank's `own`."""
+    """A number at `path`, a multiple of a sequence's length `plus` a number: code passes that of a rank's positions,
+    and the call runs on all; the other way round where it runs on a rank's `own`."""
 
     path: tuple[Any, ...]
     sequence: SequenceName
@@ -71,11 +71,9 @@ class Cut:
 @dataclass(frozen=True)
 class CallRewrite(Instruction):
     """A call that runs differently on a rank. Besides what its kind does, any of them may need:
-
     `arguments`: numbers to pass in place of those written. `lengths`: numbers to scale to all positions. `copies`:
     paths of arguments whose gradient is summed. `cuts`: outputs created at full size, of which a rank keeps its shard.
-    `sometimes`: a run may leave the call out.
-    """
+    `sometimes`: a run may leave the call out."""
 
     site: CallSite
     arguments: tuple[LiteralArgument, ...] = field(default=(), kw_only=True)
