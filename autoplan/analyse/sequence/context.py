@@ -95,8 +95,8 @@ class _Outside:
                 break
             alone |= read
         for crossing, tensor in tuple(self.scaled.items()):
-            behind = {use for use in self.flow.gradient_uses(tensor) if use >= crossing.last} - self.own_code
-            if behind and any(use >= crossing.last and use in self.own_code for use in self.flow.gradient_uses(tensor)):
+            uses = {use for use in self.flow.gradient_uses(tensor) if use >= crossing.last}
+            if (behind := uses - self.own_code) and behind != uses:
                 raise Refused(self._reason("shared-value", min(behind)))
             if behind:  # modules read it, and it is returned as it is
                 del self.scaled[crossing]

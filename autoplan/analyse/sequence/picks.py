@@ -3,8 +3,8 @@
 A loop over experts lists the tokens that chose each one (`torch.where`, a mask), runs the expert for these rows, and
 adds what it returns at the same positions. A rank can do so with its own positions: each row is about one of them, and
 nothing but the lists says which. What is counted over positions (tokens of an expert) may decide which rows are worked
-on, but must not become part of any value. That all of it is so is proven by the trial; here what could not be is left
-out: sums, sorts and statistics over positions or rows.
+on, but must not become part of any value. Sums, sorts and statistics over positions or rows are excluded here; the
+trial proves the rest.
 """
 
 from __future__ import annotations

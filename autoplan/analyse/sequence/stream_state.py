@@ -62,9 +62,7 @@ class CutStream:
         self.shares = shares  # may calls on shards read values without positions that others read, too?
         self.picking, self.rows = set[int](), set[int]()  # calls that pick positions, and values of those (picks.py)
         self.gathered = gathered
-        self.reduced = set[
-            int
-        ]()  # sums over positions, and what is made of them: equal on ranks, with partial gradients
+        self.reduced = set[int]()  # sums over positions, and what is made of these: equal on all ranks
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
