@@ -25,7 +25,7 @@ __all__ = ["Stream"]
 
 _ROUNDS = 200
 Key = tuple[Crossing, str]  # a boundary and its side
-_MAKERS = 4  # calls to go back in search of what can be cut
+_MAKERS = 8  # calls to go back in search of what can be cut
 
 
 class Stream(CutStream):
@@ -130,7 +130,7 @@ class Stream(CutStream):
                 self._cut_sums(index, outputs)
                 return
             self._note_gradients(index, inputs, cut)
-            self.cut.update(t for t in outputs if t in self.rows or self.positions.dims_of(t))
+            self.cut.update(filter(self._has_positions, outputs))
             return
         if flow.is_identity(index):
             self._note_draws(index)  # a dropout, in a model that is evaluated
@@ -145,7 +145,7 @@ class Stream(CutStream):
                 self._make_whole(tensor, index, reason)
             return
         for tensor in inputs:
-            if tensor not in cut and self.positions.dims_of(tensor) and index not in self.own_queries:
+            if tensor not in cut and self._has_positions(tensor) and index not in self.own_queries:
                 self._cut_partner(tensor, index, cut)
         if index in self.own_queries:
             self.result.attended[index] = SequenceName("")
@@ -157,13 +157,16 @@ class Stream(CutStream):
             self.reduced.update(outputs)
         if not self.sizes_follow(index):
             self.result.work.lengths[index] = self.own_lengths(index) or ()
-        self.cut.update(t for t in outputs if t in self.rows or self.positions.dims_of(t))
+        self.cut.update(filter(self._has_positions, outputs))
 
     def _note_draws(self, index: int) -> None:
         """Note draws for a piece of the sequence, which differ between ranks."""
         call = self.trace.calls[index]
         if call_record(call.name).random.has_rate(call.args, call.kwargs):
             self.result.random.add(call.module)
+
+    def _has_positions(self, tensor: int) -> bool:
+        return tensor in self.rows or bool(self.positions.dims_of(tensor))
 
     def _cut_here(self, tensor: int, index: int) -> bool:
         return bool(self._cut_at_input(tensor, index)) or self.is_cut(tensor, index)
@@ -293,7 +296,7 @@ class Stream(CutStream):
                 raise Restart
         elif maker is not None and maker > self.first_call:
             for source in self.flow.inputs[maker]:
-                if (source in self.rows or self.positions.dims_of(source)) and self._cut_here(source, maker):
+                if self._has_positions(source) and self._cut_here(source, maker):
                     self._make_whole(source, maker, reason)
         raise Refused(replace(reason, inside=True))
 
@@ -355,7 +358,7 @@ class Stream(CutStream):
             reader = self.flow.producer.get(source, -1)
             self.scatter_sum(reader)
             sources = self.flow.inputs[reader] if reader >= self.first_call else []
-            sources = [t for t in sources if self.positions.dims_of(t)]
+            sources = [t for t in sources if self._has_positions(t)]
             if len(sources) != 1 or self.is_cut(sources[0], reader) or self._crosses(reader, sources):
                 break
             source = sources[0]

@@ -17,6 +17,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term
 from autoplan.common.patterns import is_under
+from autoplan.ops import op_record
 from autoplan.ops.records.answers import Reduction
 from autoplan.ops.reductions import sums_over
 from autoplan.values import (
@@ -194,9 +195,15 @@ class CutStream:
         op, (source,) = self.trace.ops[ops[0]], cut
         known = sums_over(op, len(self.trace.tensors[source].shape)) if [*refs(op.args)] == [source] else None
         apart = call.source in self.told_unevenly or any(map(self.positions.dims_of, self.flow.outputs[index]))
-        if known is None or apart or not {*self.positions.dims_of(source)} <= {*known[1]}:
+        if known is None or apart or not {*self.positions.dims_of(source)} <= {*known[1]} or self._skippable(index):
             return None
         return known[0] if self.positions.plain_dim(source) is not None else None
+
+    def _skippable(self, index: int) -> bool:
+        """Return whether a rank might not reach a call: code before it asked how many of its own positions it picks."""
+        visit = self.trace.calls[index].visit
+        before = (p for p in self.picking if p < index and self.trace.calls[p].visit == visit)
+        return any(op_record(self.trace.ops[op].name).tells for p in before for op in range(*self.trace.calls[p].ops))
 
     def _is_told(self, tensor: int, dim: int, index: int) -> bool:
         """Return whether code at a call reads the length of the whole sequence off a dim."""

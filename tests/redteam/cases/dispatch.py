@@ -119,6 +119,19 @@ class MaskedInPlace(Routed):
 
 
 @routed()
+class MeanForEach(Routed):
+    """Each expert that has tokens sees a mean over all, which ranks without such tokens would not reach."""
+
+    def mixed(self, rows, weights, chosen):
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            if token.numel():
+                out.index_add_(0, token, expert(rows[token] - rows.mean(0)) * weights[token, place, None])
+        return out
+
+
+@routed()
 class Repeated(Routed):
     """Each token is repeated for its experts, and what they return is written in place."""
 
@@ -335,3 +348,28 @@ class BalanceInTheLoss(Stack):
         if labels is None:
             return logits
         return logits, next_tokens(logits, labels) + 0.1 * sum(block.feed.balance for block in self.blocks)
+
+
+class HashedBlock(Block):
+    def forward(self, x, input_ids):
+        x = x + self.mix(self.norm(x))
+        rows, chosen = self.norm2(x).flatten(0, 1), (input_ids.reshape(-1) * 7 + 3) % COUNT
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.feed.experts):
+            (token,) = torch.where(chosen == number)
+            out[token] = expert(rows[token])
+        return x + out.view_as(x)
+
+
+@case(*CALLS, **OVER_CP)
+class Hashed(Stack):
+    """A token's id chooses its expert: blocks take the ids in beside the stream."""
+
+    def __init__(self):
+        super().__init__(HashedBlock)
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = block(x, input_ids)
+        return self.head(self.norm(x))
