@@ -17,7 +17,7 @@ import textwrap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -141,8 +141,15 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 def source_of(function: FunctionType) -> str | None:
     """Return a function's source; None if there is none."""
+    code = inspect.unwrap(function).__code__
+    return _source(code, code.co_filename)
+
+
+@cache
+def _source(code: CodeType, file: str) -> str | None:
+    """Read source once, though a file is looked for anew each time. `file`: codes of two files may be equal."""
     try:
-        return textwrap.dedent(inspect.getsource(function))
+        return textwrap.dedent(inspect.getsource(code))
     except (OSError, TypeError, SyntaxError, IndentationError):  # no file, or it has changed since
         return None
 

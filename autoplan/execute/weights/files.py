@@ -93,7 +93,7 @@ class CheckpointFiles:
         else:
             rows_read = source[tuple(index)]
         for dim in scattered:
-            rows_read = rows_read.index_select(dim, torch.tensor([row - min(rows[dim]) for row in rows[dim]]))
+            rows_read = rows_read.index_select(dim, torch.tensor(rows[dim]) - min(rows[dim]))
         return rows_read
 
     def _slice(self, key: str) -> Any:

@@ -53,7 +53,6 @@ class Deaths:
 
 
 deaths = Deaths()
-sys.addaudithook(deaths.audit)
 
 
 def dying_save_file(tensors: Any, path: Any, **options: Any) -> None:
@@ -98,6 +97,7 @@ def killed_everywhere(save: Callable[[Path], None], start: Path, work: Path, loo
         if not child:
             try:
                 deaths.at, deaths.seen, deaths.folder = at, 0, str(work)
+                sys.addaudithook(deaths.audit)
                 save(work)
             finally:
                 os._exit(0)
