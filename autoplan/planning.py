@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 from torch import nn
@@ -140,13 +140,16 @@ def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None
     note = kernel_note(module)
     feeds, left_out, draws = with_other_paths(module, inputs.feeds, inputs.others)
 
-    def told(captured: Captured) -> Captured:
-        return replace(captured, trace=replace(captured.trace, draws_unseen=draws))
+    def told(captured: Captured, notes: tuple[str, ...]) -> Captured:
+        return replace(captured, trace=replace(captured.trace, draws_unseen=draws, notes=notes))
 
+    @cache
     def unfold() -> Captured:
-        return told((capture_hollow if captured.trace.real else capture_fake)(module, feeds, folded=False))
+        again = (capture_hollow if captured.trace.real else capture_fake)(module, feeds, folded=False)
+        return told(again, captured.trace.notes)
 
-    captured = told(capture_any(module, feeds, (*inputs.notes, *left_out, *([note] if note else []))))
+    captured = capture_any(module, feeds, (*inputs.notes, *left_out, *([note] if note else [])))
+    captured = told(captured, captured.trace.notes)
     if choices is None or same_in_folded_blocks(choices, captured.trace):
         return replace(captured, unfold=unfold) if captured.trace.folds else captured
     return unfold()
@@ -340,4 +343,10 @@ def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
     if not solution.sequence_parallel:
         why = "; ".join(map(str, solution.whole_sequence))
         return (Finding("sequence", "warn", "", f"sequence parallelism was requested but is not applied: {why}"),)
-    return tuple(Finding("sequence", "note", "", f"full sequence needed: {why}") for why in solution.whole_sequence)
+    alike: dict[WholeSequence, list[str]] = {}
+    for each in solution.whole_sequence:
+        kind = replace(each, place=starred(each.place), maker=starred(each.maker), at=each.at and starred(each.at))
+        alike.setdefault(kind, []).append(each.at or "")
+    names = Names(solution.trace)
+    told = (replace(each, at=", ".join(names.fold(at))) if each.at else each for each, at in alike.items())
+    return tuple(Finding("sequence", "note", "", f"full sequence needed: {each}") for each in told)

@@ -340,7 +340,7 @@ def not_applied(steps: Steps, setting: Setting) -> dict[str, str]:
     """Return what of the requested parallelism the plan does not apply, with its sentence."""
     if setting.ep == 1 and not setting.sequence_parallel:
         return {}
-    plan = steps.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
+    plan = steps.plan(setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
     kinds = {"experts": "experts apart", "sequence": "sequence parallel"}
     return {kinds[f.check]: f.message for f in plan.findings if f.level == "warn" and f.check in kinds}
 
@@ -358,7 +358,7 @@ def notes_on_question(
     the priced question differs from the requested one, or its size exceeds the config's. Raise where one such value
     exceeds `most` bytes."""
     size = setting.tp, setting.ep, setting.sequence_parallel, setting.cp
-    for finding in steps.split(*size).findings if pairs else ():
+    for finding in steps.plan(*size).findings if pairs else ():
         largest = max((held for name, held in pairs.items() if matches(finding.where, name)), default=0.0)
         if finding.kind == "pairs" and largest:
             text = f"{finding.where}: {finding.message}; in this step {bytes_text(int(largest))}"

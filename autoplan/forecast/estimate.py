@@ -303,7 +303,7 @@ def _notes(
     if question.size("ep") > 1:
         notes.append(_same_tokens(steps, question, setting, flops))
     tp = question.size("tp")
-    legal = steps.split(tp, question.ep, question.sequence_parallel).legal_tp if tp > 1 else ()
+    legal = steps.plan(tp, question.ep, question.sequence_parallel).legal_tp if tp > 1 else ()
     if legal and tp not in legal:
         notes.append(f"tp {tp} does not divide all that can be sharded; valid sizes: {', '.join(map(str, legal))}")
     return tuple(notes)

@@ -95,7 +95,6 @@ class Steps:
     lora_dropout: float = 0.0
     lora_dtype: str = "float32"  # "model": that of the layers beside them
     plans: dict[tuple[int, int, bool, int], Plan] = field(default_factory=dict)
-    few: dict[tuple[int, int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
     worked: dict[bool, tuple[bool, str]] = field(default_factory=dict)  # which of `_WAYS`, by training
     fed: dict[tuple[int, int, bool], dict[str, Any]] = field(default_factory=dict)  # by batch, length, training
@@ -169,26 +168,10 @@ class Steps:
             self.plans[key] = draft_plan(self.source, wish, module=self.module, captured=self.captured).plan
         return self.plans[key]
 
-    def split(self, tp: int, ep: int = 1, sequence_parallel: bool = False, cp: int = 1) -> Plan:
-        """The plan of few blocks of each kind, as far as a recording needs it (under sequence parallelism no two are
-        alike)."""
-        if not (sequence_parallel or cp > 1) or self.given is not None:
-            return self.plan(tp, ep, sequence_parallel, cp)
-        if (tp, ep, cp) not in self.few:
-            wish = Wish(tp, ep, sequence_parallel, prove="none", cp_size=cp)
-            drafted = draft_plan(self.source, wish, module=self.folded.module, captured=self.shallow).plan
-            self.few[tp, ep, cp] = replace(drafted, layers=self.plan(1).layers)
-        return self.few[tp, ep, cp]
-
     @cached_property
     def folded(self) -> Folded:
         """The model with few blocks of each kind: copied for each recording."""
         return fold(self.module)
-
-    @cached_property
-    def shallow(self) -> Captured:
-        """A recording of the folded model, for plans of it."""
-        return capture_source(self.source, self.folded.module)
 
     def at(self, setting: Setting) -> Recorded:
         """The step, recorded at this very batch."""
@@ -242,7 +225,7 @@ class Steps:
         twice, most = (self._there(replace(setting, cp=setting.cp * n)) for n in (2, 4))
         if twice is None or most is None or twice.left_out != most.left_out or twice.units != most.units:
             return None
-        runtime = self.split(setting.tp, setting.ep, setting.sequence_parallel, 4 * setting.cp).runtime
+        runtime = self.plan(setting.tp, setting.ep, setting.sequence_parallel, 4 * setting.cp).runtime
         for layout in {Layout.parse(exchange.layout) for exchange in runtime.of(Exchange)}:
             copies = layout.held(0, 4 * setting.cp) * 4 * setting.cp / layout.size  # ranks that hold one piece
             if layout.is_uneven or 1 < copies < 4:  # fewer ranks would hold more of it
@@ -267,7 +250,7 @@ class Steps:
 
     def _repeats(self, setting: Setting) -> bool:
         """Return whether several ranks hold one piece, as where there are fewer heads of keys than ranks."""
-        runtime = self.split(setting.tp, setting.ep, setting.sequence_parallel, setting.cp).runtime
+        runtime = self.plan(setting.tp, setting.ep, setting.sequence_parallel, setting.cp).runtime
         cut = {(rule.layout, setting.tp) for rule in runtime.parameters if rule.layout}
         cut |= {(exchange.layout, setting.cp) for exchange in runtime.of(Exchange)}
         layouts = ((Layout.parse(layout), ranks) for layout, ranks in cut)
@@ -283,9 +266,8 @@ class Steps:
         alone = setting.cp > 1 and not setting.averaged  # gradients of all blocks are summed when backward has ended
         ways = [way for way in _WAYS if not (alone and setting.training and way[0])]
         for folded, how in sorted(ways, key=lambda way: way != before):
-            plan = self.split(*size) if folded else self.plan(*size)
             try:
-                recorded = self._recorded(setting, plan, folded, how)
+                recorded = self._recorded(setting, self.plan(*size), folded, how)
             except AutoplanError:
                 raise
             except Exception as error:  # someone else's forward may raise anything

@@ -138,7 +138,7 @@ class Sweep:
         """Return the options: sharded along the sequence, if possible, and not."""
         cut = split.tp > 1 == split.cp and self.common.sequence % split.tp == 0 and self.common.train != "inference"
         try:
-            return (True, False) if cut and self.steps.split(split.tp, split.ep, True).sequence_parallel else (False,)
+            return (True, False) if cut and self.steps.plan(split.tp, split.ep, True).sequence_parallel else (False,)
         except IndivisibleError:
             return (False,)
 

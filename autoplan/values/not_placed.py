@@ -130,4 +130,4 @@ class WholeSequence:
         text += ", and no module boundary precedes it" if self.inside else ""
         if self.stack is not None:
             return f"all blocks of {self.stack or 'the stack'}: {text}"
-        return text if self.at is None else f"{self.at}: {text}"
+        return text if self.at is None else f"{self.at or 'the model'}: {text}"

@@ -12,16 +12,19 @@ import pytest
 import torch
 from small_models import Decoder, PackedDecoder, ids, with_adapters, with_experts
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 import autoplan
+from autoplan import planning
 from autoplan.analyse.solve import Solution, solve
 from autoplan.capture.recorder import record
+from autoplan.common.options import Wish
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.planner import make_plan
 from autoplan.decide.rulebook.read import load_rules, parse_rule
 from autoplan.hf.source import resolve
+from autoplan.planning import draft_plan
 from autoplan.values import Cost, Entry, Fold, Plan
 
 RULES = {rule.id: rule for rule in load_rules()}
@@ -284,6 +287,22 @@ def test_blocks_of_two_kinds_get_patterns_that_tell_them_apart() -> None:
     for layer in "123":
         assert sum(matches(pattern, f"layers.{layer}.mlp.gate") for pattern in gates) == 1
     assert not any(matches(pattern, "layers.0.mlp.gate") for pattern in gates)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish"),
+    [("gemma3_text", Wish(2, sequence_parallel=True)), ("qwen3_next", Wish(cp_size=2)), ("llama", Wish(2, cp_size=2))],
+)
+def test_along_the_sequence_folding_changes_nothing(kind: str, wish: Wish, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first block takes the stream in; all else that is done to blocks of a kind is the same."""
+    source = resolve(AutoConfig.for_model(kind, num_hidden_layers=7))
+    taken = draft_plan(source, wish)
+    assert taken.trace.folds
+    monkeypatch.setattr(planning, "same_in_like_blocks", lambda *_: False)
+    whole = draft_plan(source, wish)
+    one, other = (replace(p, entries=tuple(replace(e, axes=()) for e in p.entries)) for p in (taken.plan, whole.plan))
+    assert (one.entries, one.runtime, one.communication) == (other.entries, other.runtime, other.communication)
+    assert one.sequence_parallel and one.findings == other.findings
 
 
 def test_what_runs_is_folded_without_loss() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -21,6 +21,7 @@ from autoplan.values import (
     ParameterFact,
     Plan,
     Runtime,
+    SequenceBoundary,
     Stack,
     Trace,
 )
@@ -74,20 +75,22 @@ def _followers(fold: Fold) -> tuple[str, dict[str, list[str]]]:
     return (f"{fold.container}." if fold.container else ""), followers
 
 
-def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds: Iterable[Fold]) -> bool:
+def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds: Collection[Fold]) -> bool:
     """Return whether all that is done to a representative is also done to the traced block of its kind before it.
 
     This fails if nothing adds to a stream: each block's output is the next one's input, and splits by output and by
     input alternate. It also fails if the sum that a block of another kind needs for its input is placed on this block's
-    output. Such a block cannot stand for others.
+    output. Such a block cannot stand for others. That a stack's first block takes its stream in is not compared.
     """
     done: dict[str, list[Any]] = {}
+    entries = {f"{fold.container}.0".lstrip(".") for fold in folds}
     for fact in facts:
         for name in fact.names:
             done.setdefault(name, []).append((fact.dim, fact.layout, fact.divide))
     for item in runtime.instructions:
-        if isinstance(item, (Boundary, ParallelBlock, CallRewrite, IntegerEdit)):  # the model's ends are in no block
-            done.setdefault(item.pattern, []).append(replace(item, pattern=""))
+        entry = item.pattern in entries and isinstance(item, SequenceBoundary) and item.stream_end == "input"
+        if not entry and isinstance(item, (Boundary, ParallelBlock, CallRewrite, IntegerEdit)):
+            done.setdefault(item.pattern, []).append(replace(item, pattern=""))  # the model's ends are in no block
     for fold in folds:
         for key, representative in fold.alike:
             mine, its = (_within(done, fold.container, block) for block in (key, representative))
