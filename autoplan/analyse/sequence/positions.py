@@ -31,6 +31,7 @@ class Positions:
         self.wholes = {tuple(find(leaf) for leaf in leaves(axis)): find(axis).size for axis in sequences}
         self.sequences = {leaf for whole in self.wholes for leaf in whole}
         self._crossing = coupling_ops(shards)
+        self._dims, self._lengths = dict[int, list[int]](), dict[int, list[Symbolic]]()  # a walk asks again and again
 
     @staticmethod
     def of(terms: tuple[Term, ...], in_blocks: Collection[Term], anywhere: Collection[Term]) -> Term | None:
@@ -50,7 +51,9 @@ class Positions:
         return next(coupled, (*inner, None)[0])
 
     def dims_of(self, tensor: int) -> list[int]:
-        return [d for d, term in enumerate(self.axes.of(tensor)) if self.has(term)]
+        if tensor not in self._dims:
+            self._dims[tensor] = [d for d, term in enumerate(self.axes.of(tensor)) if self.has(term)]
+        return self._dims[tensor]
 
     def has(self, term: Term) -> bool:
         return any(find(leaf) in self.sequences for leaf in leaves(term))
@@ -107,9 +110,11 @@ class Positions:
 
     def lengths_passed(self, index: int) -> list[Symbolic]:
         """Return the integers passed to a call that depend on a length of the sequence."""
-        call = self.trace.calls[index]
-        passed = (item for _, item in symbolics((call.args, call.kwargs)))
-        return [item for item in passed if any(map(self._is_length, item.parts("size")))]
+        if index not in self._lengths:
+            call = self.trace.calls[index]
+            passed = (item for _, item in symbolics((call.args, call.kwargs)))
+            self._lengths[index] = [item for item in passed if any(map(self._is_length, item.parts("size")))]
+        return self._lengths[index]
 
     def lengths_to_change(
         self, index: int, is_one: Callable[[int, int], bool], own: bool = False
