@@ -322,10 +322,26 @@ class Atoms(nn.Module):
         return {"energy": self.mlp(x) + base[:, None]}
 
 
+class Codebook(nn.Module):
+    """A number, named like a tensor of integers, that chooses how many codes of another argument are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.table, self.mlp = 4, nn.Embedding(30, 16), Mlp(16)
+
+    def forward(self, codes_idx, idx):
+        batch, length, codes = idx.size()
+        assert codes_idx > 0, "nothing comes before it"
+        assert codes == self.codes, (batch, length, codes)
+        parts = torch.stack([self.table(idx[:, :, n]) for n in range(codes)], -1)
+        return self.mlp(parts[..., : codes_idx + 1].sum(-1))
+
+
 CALLS = {
     one.__name__: one
     for one in (
         Unpacked, Recorded, Attributes, Axes, Packed, Listed, Cached, Beside, Strided, Halves, Neighbours, Masked,
         Modalities, Continued, Keywords, Joined, Added, Targets, Cameras, Padded, Rotated, Atoms,
+        Codebook,
     )
 }  # fmt: skip
