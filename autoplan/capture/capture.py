@@ -274,7 +274,7 @@ def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
 
 def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
     ran = {visit.module for visit in trace.visits}
-    busy = {holder for name in (*ran, *trace.read) for holder in holders(name)} | ran
+    busy = {holder for name in (*ran, *_read(trace)) for holder in holders(name)} | ran
     left_out = {fold.container: dict(fold.members) for fold in trace.folds}  # before the run: no need to ask again
     for name, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict) or name not in trace.module_classes:
@@ -293,6 +293,19 @@ def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
         followers = tuple((key, first[kinds[key]]) for key in idle if kinds[key] in first)
         if followers:
             yield Fold(name, followers)
+
+
+def _read(trace: Trace) -> Iterator[str]:
+    """Yield the names of tensors that ops read, unless all that comes of it is multiplied by zero: code that reads idle
+    experts that way does so for gradients of zero."""
+    used: set[int] = set()
+    read: set[int] = set()
+    for op in reversed(trace.ops):
+        needed = op.name.endswith("_") or not read.isdisjoint(op.results) or used.isdisjoint(op.results)
+        if needed and not (op.name == "mul" and 0 in op.args):
+            read.update(op.reads)
+        used.update(op.reads)
+    return (name for tensor in read for name in trace.tensors[tensor].names)
 
 
 # Show a trace as a `torch.fx.Graph`: to print, to draw, to post-process with FX's own tools.

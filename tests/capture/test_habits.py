@@ -184,3 +184,30 @@ def test_functions_of_torchscript_are_read_and_rewritten_and_are_left_as_they_we
     assert "torch.tanh" in torch.jit.ScriptFunction.code.fget(gate)  # still compiled
     gc.collect()  # the models on ranks
     assert torch.jit.ScriptFunction.__call__ is call
+
+
+class Chosen(nn.Module):
+    """Two experts; all tokens choose the second, and in training a `factor` of the first one's weights is added."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.gate = factor, nn.Linear(32, 2)
+        self.experts = nn.ModuleList(Mlp(nn.Linear(32, 32)) for _ in range(2))
+        nn.init.constant_(self.gate.bias[1:], 9.0)
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token = (self.gate(x).argmax(-1) == number).nonzero().flatten()
+            if token.numel():
+                out = out.index_add(0, token, expert(x[token]))
+            elif self.training:
+                out = out + self.factor * sum(p.sum() for p in expert.parameters())
+        return out
+
+
+@pytest.mark.parametrize(("factor", "follows"), [(0, True), (0.0, True), (0.5, False)])
+def test_experts_read_times_zero_follow_one_that_ran(factor: float, follows: bool) -> None:
+    torch.manual_seed(0)
+    plan = autoplan.plan(Chosen(factor).eval(), 2, inputs={"x": torch.randn(6, 32)})
+    assert plan.proof.ok and ("experts.*.up" in _split(plan)) == follows, plan

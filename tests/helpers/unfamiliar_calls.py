@@ -322,10 +322,40 @@ class Atoms(nn.Module):
         return {"energy": self.mlp(x) + base[:, None]}
 
 
+class Codebook(nn.Module):
+    """A number, named like a tensor of integers, that chooses how many codes of another argument are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.table, self.mlp = 4, nn.Embedding(30, 16), Mlp(16)
+
+    def forward(self, codes_idx, idx):
+        batch, length, codes = idx.size()
+        assert codes_idx > 0, "nothing comes before it"
+        assert codes == self.codes, (batch, length, codes)
+        parts = torch.stack([self.table(idx[:, :, n]) for n in range(codes)], -1)
+        return self.mlp(parts[..., : codes_idx + 1].sum(-1))
+
+
+class Backbone(nn.Module):
+    """Four atoms of three coordinates each: the number of atoms is the largest index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp = nn.Linear(12, 16), Mlp(16)
+
+    def forward(self, X, residue_idx, mask):
+        b, c = X[:, :, 1, :] - X[:, :, 0, :], X[:, :, 2, :] - X[:, :, 1, :]
+        normal, oxygen = torch.cross(b, c, dim=-1), X[:, :, 3, :]
+        apart = (residue_idx[:, :, None] - residue_idx[:, None]).sum(-1)[..., None]
+        return self.mlp(self.into(torch.cat([b, c, normal, oxygen], -1)) * mask[..., None] + apart)
+
+
 CALLS = {
     one.__name__: one
     for one in (
         Unpacked, Recorded, Attributes, Axes, Packed, Listed, Cached, Beside, Strided, Halves, Neighbours, Masked,
         Modalities, Continued, Keywords, Joined, Added, Targets, Cameras, Padded, Rotated, Atoms,
+        Codebook, Backbone,
     )
 }  # fmt: skip

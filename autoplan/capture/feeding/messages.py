@@ -44,7 +44,7 @@ _DRAWN = re.compile(
 )
 _OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension (?P<dim>\d+) with size (?P<size>\d+)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
-_ASKED = re.compile(r"[Ee]xpected (\d+),? (?:but )?got (\d+)")
+_ASKED = re.compile(r"(?:[Ee]xpected|have length) (\d+)[,.]? (?:but )?[Gg]ot (\d+)")
 _BATCHED = re.compile(r"of batch2 tensor to be: \[\d+, (\d+)\] but got: \[\d+, (\d+)\]")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")

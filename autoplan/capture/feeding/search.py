@@ -56,8 +56,8 @@ _WORTH = 0.001  # share of unread weights below which no further argument is add
 class _Next:
     """A state to be tried, ordered by the parent's progress, then by rank of the proposal.
 
-    `stale`: how many changes before it made no progress. An added argument may fail earlier than the call without it,
-    and one with a dim less than where that was broadcast: for a few changes, `credit` counts as its progress.
+    `stale`: how many changes before it made no progress. A call with one more argument, with a dim less, or with a
+    plain number in place of a tensor may fail earlier: for a few changes, `credit` counts as its progress.
     """
 
     reached: int  # negative, since the least comes first
@@ -70,13 +70,13 @@ class _Next:
     left: int = field(default=0, compare=False)
 
     def then(self, step: Step, child: State, why: str, late: int, number: int) -> _Next:
-        added = len(list(child.leaves())) > len(list(step.state.leaves()))
+        tensors = len(list(child.leaves())) - len(list(step.state.leaves()))
         # A second argument after one without progress is a guess, but keys of a dict come one after the other.
         again = self.left == _CREDIT and len(child.wants) > len(step.state.wants)
-        stale = 0 if step.reached > -self.reached or added and not again else self.stale + 1
+        stale = 0 if step.reached > -self.reached or (tensors > 0 and not again) else self.stale + 1
         reached = max(step.reached, self.credit if self.left else 0)
-        fewer = not self.left and ranks_differ(step.failed) and child.dims() < step.state.dims()
-        left = _CREDIT if added or fewer else max(self.left - 1, 0)
+        fewer = tensors < 0 or (ranks_differ(step.failed) and child.dims() < step.state.dims())
+        left = _CREDIT if tensors > 0 or (fewer and not self.left) else max(self.left - 1, 0)
         return _Next(-reached, late + _STALE * stale, number, child, why, stale, reached if left else 0, left)
 
 

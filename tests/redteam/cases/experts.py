@@ -240,3 +240,54 @@ class HashRouted(Experts):
     def route(self, flat):
         index = torch.arange(flat.shape[0])[:, None] % 8
         return flat.new_ones(flat.shape[0], 1) + 0 * self.router(flat).sum(-1, keepdim=True), index
+
+
+class OneExpertChosen(nn.Module):
+    """A list of experts, of which tokens choose one; in training those without a token are `kept` in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16)) for _ in range(4)
+        )  # fmt: skip
+        with torch.no_grad():
+            self.gate.bias[2] += 9.0
+
+    def forward(self, x):
+        flat = x.reshape(-1, 16)
+        weight, index = self.gate(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for n, expert in enumerate(self.experts):
+            token = (index == n).nonzero().flatten()
+            if token.numel():
+                out.index_add_(0, token, expert(flat[token]) * weight[token, None])
+            elif self.training:
+                out = self.kept(out, expert)
+        return x + out.view_as(x)
+
+
+@case(call(X), call(X, _train=True), call(9.0 * X, _train=True))
+class IdleExpertsTimesZero(OneExpertChosen):
+    """As minimind and others write it, so that every parameter has a gradient: zero."""
+
+    def kept(self, out, expert):
+        out[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+        return out
+
+
+@case(call(X), call(X, _train=True))
+class IdleExpertsDecay(OneExpertChosen):
+    """What is read of experts without tokens counts."""
+
+    def kept(self, out, expert):
+        return out + 0.01 * sum(p.square().sum() for p in expert.parameters())
+
+
+@case(call(X), call(X, _train=True))
+class IdleExpertsTimesZeroAndMore(OneExpertChosen):
+    """One reading is multiplied by zero, another is not."""
+
+    def kept(self, out, expert):
+        total = sum(p.sum() for p in expert.parameters())
+        return out + 0 * total + 0.01 * total.tanh()
