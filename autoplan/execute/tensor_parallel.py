@@ -23,14 +23,14 @@ from autoplan.common.torch_internals import flattened, own_parameters
 from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.function_mode import guard_kernels
 from autoplan.execute.collectives import RankGroup, mesh_device
-from autoplan.execute.dropout import SharedRandomness, draws_in_code
+from autoplan.execute.dropout import SharedRandomness, draws_in_code, may_draw
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
 from autoplan.execute.hooks.encoders import keep_dense
 from autoplan.execute.hooks.install import ModuleWork, install, keep_order
 from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
-from autoplan.execute.hooks.root import can_run_whole, install_root
+from autoplan.execute.hooks.root import Root, can_run_whole, is_at_exit
 from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.execute.parameters.optimizer import stop_following
 from autoplan.execute.parameters.shard import prepare_parameters
@@ -38,17 +38,7 @@ from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.patches.classes import open_scripts
-from autoplan.values import (
-    Boundary,
-    CallRewrite,
-    Instruction,
-    IntegerEdit,
-    ParameterRule,
-    Plan,
-    RecurrentCall,
-    SplitLogits,
-    VocabularyTable,
-)
+from autoplan.values import CallRewrite, IntegerEdit, ParameterRule, Plan, RecurrentCall, SplitLogits, VocabularyTable
 
 
 @dataclass(frozen=True)
@@ -150,9 +140,8 @@ def apply_plan(
     rules = parameter_rules(model, plan)
     if sequence_padding not in ("error", "pad"):
         raise AutoplanError(f"sequence_padding={sequence_padding!r}", hint="choose 'error' or 'pad'")
-    running = Running(
-        mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
-    )
+    randomness = SharedRandomness(group, mesh_device(mesh))
+    running = Running(mesh, group, gather_logits, randomness, sequence_padding=sequence_padding)
     running.context, running.more_groups = plan.cp_size > 1, dict(more_groups or {})
     running.can_run_whole, running.outputs = can_run_whole(plan), plan.runtime.outputs
     running.randomness.apart = running.sequence.rank if running.more_groups else 0
@@ -227,10 +216,7 @@ def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
 
 def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | None]:
     """Return the rule of every parameter and split buffer by full name; raise if a pattern matches nothing."""
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     names, stored = list(tensors), stored_rules(tensors, plan)
     rule_of: dict[str, ParameterRule | None] = {}
     for rule in plan.runtime.parameters:
@@ -266,15 +252,10 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         return works.setdefault(instance, ModuleWork(instance))
 
     for instruction in plan.runtime.instructions:
-        for name in (
-            ()
-            if isinstance(instruction, IntegerEdit) or _at_exit(instruction)
-            else _module_names(instruction.pattern, modules)
-        ):
-            if (instruction.pattern or name == "") and all(
-                instruction is not instance for instance in work(name).instructions
-            ):
-                work(name).instructions.append(instruction)  # once per module object
+        elsewhere = isinstance(instruction, IntegerEdit) or is_at_exit(instruction)
+        for name in () if elsewhere else _module_names(instruction.pattern, modules):
+            if all(instruction is not other for other in work(name).instructions):  # once per module object
+                work(name).instructions.append(instruction)
     _share_tables(modules, works)
     for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
@@ -300,16 +281,6 @@ def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -
             continue
         if all(modules[work] is not module for work in works):
             works[name] = ModuleWork(name, list(work_of_table.instructions), work_of_table.framed, work_of_table.random)
-
-
-def _at_exit(instruction: Instruction) -> bool:
-    """Return whether a boundary is handled where the model returns, not by a hook of its own."""
-    return (
-        isinstance(instruction, Boundary)
-        and instruction.at_exit
-        and instruction.pattern == ""
-        and instruction.side == "output"
-    )
 
 
 def _edit_integers(
@@ -341,15 +312,14 @@ def _localise_padding(
 
 
 def _install_root(model: nn.Module, plan: Plan, running: Running, guard: PathGuard | None) -> list[Any]:
-    heads = plan.runtime.of(SplitLogits)
-    outputs = [boundary for boundary in plan.runtime.of(Boundary) if _at_exit(boundary)]
     seen = bool(plan.runtime.random or plan.runtime.random_whole)
     unseen = draws_in_code(model)
     running.draws_unseen = not seen and "always" in unseen
-    random = seen or bool(unseen)  # a rate of 0 may be raised at any time
-    if random or plan.runtime.draws:
+    random, always = seen or bool(unseen), plan.runtime.draws  # a rate of 0 may be raised at any time
+    if random or always:
         meet()
         running.randomness.agree()
-    draws = (random, plan.runtime.draws)
-    handles = install_root(model, heads, outputs, running, draws, plan.runtime, guard)
-    return handles + install_inner_entries(model, heads, running, draws)
+    running.draws = always or (random and may_draw(model))
+    running.randomness.always = always
+    handles = Root(model, running, (random, always), plan.runtime, guard).listen(model)
+    return handles + install_inner_entries(model, plan.runtime.of(SplitLogits), running, (random, always))

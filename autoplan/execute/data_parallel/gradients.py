@@ -70,9 +70,8 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
     parameters = list(_parameters(_given(source)))
     meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
     for parameter, held in parameters:
-        meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
-            (parameter, held)
-        )
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        meshes.setdefault(mesh, []).append((parameter, held))
     parts = [_over_mesh(mesh, members, norm_type) for mesh, members in meshes.items()]
     if not parts:
         return torch.zeros(())
@@ -365,12 +364,8 @@ def _mesh_dims(parameter: torch.Tensor) -> int:
 _alive = weakref.WeakSet[_Gathered]()
 
 
-def refuse_copies(model: nn.Module) -> None:
+def refuse_copy(memo: Any) -> Any:
     """Say what to do instead of `copy.deepcopy(model)`, which FSDP2 does not support."""
-    vars(model)["__deepcopy__"] = _no_copy
-
-
-def _no_copy(memo: Any) -> Any:
     raise AutoplanError(
         "a model in FSDP2 units cannot be copied: each unit gathers parameters into memory of its own",
         hint="copy the model before autoplan.parallelize and shard the copy too; or average state_dict()s",

@@ -190,7 +190,7 @@ class Worker(Hooks):
         for begin in self.beginning:
             begin()
         if self.calls is not None:
-            mode = self.calls.mode()
+            mode = ModuleMode(self.calls)
             mode.__enter__()
             self.entered.append(mode)
 

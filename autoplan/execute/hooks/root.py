@@ -25,7 +25,6 @@ from autoplan.common.nested import (
 from autoplan.common.torch_internals import DisableTorchFunction, called_by_compiled_code, runs_compiled
 from autoplan.execute.checkpointing.policies import is_cache
 from autoplan.execute.collectives import gather_pieces, mesh_device
-from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.sizes import plain_sizes
@@ -40,6 +39,7 @@ from autoplan.values import (
     AttendAcross,
     Boundary,
     Exchange,
+    Instruction,
     LogitsOfPositions,
     Plan,
     ReduceScatterSequence,
@@ -49,24 +49,10 @@ from autoplan.values import (
 from autoplan.values import SplitLogits as LogitsHead
 
 
-def install_root(
-    model: nn.Module,
-    heads: tuple[LogitsHead, ...],
-    outputs: list[Boundary],
-    running: Running,
-    random: tuple[bool, bool],
-    seen: Runtime,
-    guard: PathGuard | None = None,
-) -> list[RemovableHandle]:
-    """Install the hooks of the model's own entry and exit: shared randomness, logits, other replicated outputs.
-
-    `random`: whether the model draws random numbers when its rates say so, and whether it does in eval mode too.
-    `seen`: its inputs and outputs when the plan was made. `guard`: the guard of code paths.
-    """
-    root = Root(model, heads, outputs, running, random, seen, guard)
-    running.draws = root.always or (root.random and may_draw(model))
-    running.randomness.always = root.always
-    return root.listen(model)
+def is_at_exit(instruction: Instruction) -> bool:
+    """Return whether a boundary is handled where the model returns, not by a hook of its own."""
+    at_exit = isinstance(instruction, Boundary) and instruction.at_exit and instruction.side == "output"
+    return at_exit and not instruction.pattern
 
 
 def _counts(model: nn.Module) -> dict[str, int]:
@@ -99,32 +85,29 @@ def _refuse_compiled_moves(model: nn.Module) -> None:
 
 
 class Root(Hooks):
-    """The hooks of a model's entry and exit; only the outermost of nested runs counts."""
+    """The hooks of a model's own entry and exit: shared randomness, logits, other replicated outputs. Only the
+    outermost of nested runs counts.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        heads: tuple[LogitsHead, ...],
-        outputs: list[Boundary],
-        running: Running,
-        random: tuple[bool, bool],
-        seen: Runtime = Runtime(),  # noqa: B008 - frozen
-        guard: PathGuard | None = None,
-    ) -> None:
-        self.running, self.heads = running, heads
-        self.random, self.always = random
+    `draws`: whether the model draws random numbers when its rates say so, and whether it does in eval mode too.
+    `seen`: its inputs and outputs when the plan was made. `guard`: the guard of code paths.
+    """
+
+    def __init__(self, model: nn.Module, running: Running, draws: tuple[bool, bool], seen: Runtime, guard: Any) -> None:
+        self.running, self.heads = running, seen.of(LogitsHead)
+        self.random, self.always = draws
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
+        outputs = [boundary for boundary in seen.of(Boundary) if is_at_exit(boundary)]
         self.forms = {*running.outputs, *(output.path for output in outputs)}
         self.outputs = [(one.path, execute(one, at)) for one in outputs]
         self.unseen = UnseenOutputs(seen.outputs, seen.shapes, self.names, running.group)
         self.unseen.partial = running.context
         self.target_words = conventions().target_words
         own = seen.of(LogitsOfPositions)
-        self.returns_loss = any(not head.outputs for head in heads) or any(not logits.returned for logits in own)
+        self.returns_loss = any(not head.outputs for head in self.heads) or any(not logits.returned for logits in own)
         self.given = seen.given  # the arguments that the plan has seen
         self.unsummed = seen.unsummed  # those of which the plan sums no gradient
-        self.guard = guard
+        self.guard: PathGuard | None = guard
         self.counts = _counts(model) if running.context else {}
         self.may_pick = bool(seen.of(AllGatherPicked))  # are positions gathered where an argument picks some?
 

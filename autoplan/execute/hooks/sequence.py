@@ -12,7 +12,7 @@ from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.torch_internals import collectives_by_name
 from autoplan.execute.collectives import RankGroup, Recorded, copy_to_ranks, sent, sum_over_ranks
-from autoplan.execute.executors import At, Running, executes
+from autoplan.execute.executors import At, Running, executes, runs
 from autoplan.execute.hooks.exchange import ToPieces, ToPositions, pad, positions_of_a_rank
 from autoplan.execute.vocabulary.own_positions import OwnStream, leave_positions, own_of, own_stream
 from autoplan.values import (
@@ -238,31 +238,27 @@ def _reduce_scatter(planned: ReduceScatterSequence, at: At) -> Change:
     return _flattened(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shards=False)
 
 
-@executes(ReduceScatterCall)
-def _call_to_positions(planned: ReduceScatterCall, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
-    return lambda func, args, kwargs: reduce_scatter(func(*args, **kwargs), planned.dim, at.group)
+@runs(ReduceScatterCall)
+def _call_to_positions(planned: ReduceScatterCall, at: At, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    return reduce_scatter(func(*args, **kwargs), planned.dim, at.group)
 
 
-@executes(CallOverPositions)
-def _call_over_positions(planned: CallOverPositions, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
+@runs(CallOverPositions)
+def _call_over_positions(planned: CallOverPositions, at: At, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
-
-    def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        if running.runs_whole:
-            return func(*args, **kwargs)
-        length = running.lengths[sequence.name]
-        piece = positions_of_a_rank(length, group)
-        own = min(max(length - group.rank * piece, 0), piece)  # without those that pad
-        x = (args or (kwargs["input"],))[0]
-        parts = x.unflatten(dim, (-1, piece)) if sequence.flattened else x
-        parts = parts.narrow(dim, 0, own)
-        parts = parts.flatten(dim - 1, dim) if sequence.flattened else parts
-        result = func(parts, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
-        if planned.mean:  # of no position it is NaN
-            result = (result if own else result.nan_to_num()) * (own / length)
-        return copy_to_ranks(sum_over_ranks(result, group), group)
-
-    return run
+    if running.runs_whole:
+        return func(*args, **kwargs)
+    length = running.lengths[sequence.name]
+    piece = positions_of_a_rank(length, group)
+    own = min(max(length - group.rank * piece, 0), piece)  # without those that pad
+    x = (args or (kwargs["input"],))[0]
+    parts = x.unflatten(dim, (-1, piece)) if sequence.flattened else x
+    parts = parts.narrow(dim, 0, own)
+    parts = parts.flatten(dim - 1, dim) if sequence.flattened else parts
+    result = func(parts, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+    if planned.mean:  # of no position it is NaN
+        result = (result if own else result.nan_to_num()) * (own / length)
+    return copy_to_ranks(sum_over_ranks(result, group), group)
 
 
 OwnStream.gather = staticmethod(gather_sum)

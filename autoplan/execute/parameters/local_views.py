@@ -56,7 +56,7 @@ from autoplan.execute.parameters.held import (
 )
 from autoplan.execute.parameters.new_forward import has_new_forward, is_read_by_a_new_forward
 from autoplan.execute.parameters.state_dict import gathered, local_piece
-from autoplan.patches.classes import subclass_of
+from autoplan.patches.classes import reduced, subclass_of
 
 
 def local_view(
@@ -384,15 +384,7 @@ def _flat_weights_property() -> property:
 
 def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
     """Return a `__reduce_ex__` that rebuilds the subclass, which copies and pickles cannot find by its name."""
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        subclass: Any = view_class(cls, names)
-        rebuild, arguments, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
-        if getattr(rebuild, "__name__", "") == "__newobj__" and arguments == (subclass,):
-            return (_rebuild, (cls, names), *rest)
-        return (rebuild, arguments, *rest)  # a subclass of ours, or a class that rebuilds itself
-
-    return __reduce_ex__
+    return lambda self, protocol: reduced(view_class(cls, names), _rebuild, (cls, names), self, protocol)
 
 
 def _rebuild(cls: type, names: tuple[str, ...]) -> nn.Module:

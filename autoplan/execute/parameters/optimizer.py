@@ -56,21 +56,12 @@ _owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
 
 def note_repeating(owner: _Owner) -> None:
     """Note the model's modules, or the optimizer, whose parameters have shared rows, for `count_once`."""
-    if isinstance(owner, Optimizer):
-        if any(True for _ in _repeating(owner)):
-            _owners.add(owner)
-        return
-    for module in owner.modules():
-        if any(True for _ in _repeating(module)):
-            _owners.add(module)
+    owners: Iterable[_Owner] = (owner,) if isinstance(owner, Optimizer) else owner.modules()
+    _owners.update(each for each in owners if any(True for _ in _repeating(each)))
 
 
 def _repeating(owner: _Owner) -> Iterator[tuple[torch.Tensor, Held]]:
-    if isinstance(owner, Optimizer):
-        parameters: Iterable[Any] = chain.from_iterable(group["params"] for group in owner.param_groups)
-    else:
-        parameters = owner._parameters.values()
-    for parameter in parameters:
+    for parameter in _parameters(owner) if isinstance(owner, Optimizer) else owner._parameters.values():
         held = held_by(parameter) if parameter is not None else None
         if held is not None and repeats(held):
             yield parameter, held

@@ -194,13 +194,8 @@ class _Files(CheckpointFiles):
             )
         largest, values, record = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map"), read(state)
         quantisation = json.loads(bytes(record.tolist()).decode("utf-8"))
-        return QuantisedTwice(
-            largest,
-            values,
-            record,
-            float(quantisation["nested_offset"]),
-            int(quantisation.get("nested_blocksize", 256)),
-        )
+        offset, block = float(quantisation["nested_offset"]), int(quantisation.get("nested_blocksize", 256))
+        return QuantisedTwice(largest, values, record, offset, block)
 
     def says_nothing(self, key: str) -> bool:
         """Return whether a bias can be ignored: GPTQ's tools wrote zeros for layers without a bias."""
