@@ -200,9 +200,8 @@ def verify(
     elif names_plan_file(written):
         loaded = load_plan(written)
     else:
-        loaded = _make_plan(
-            model, tp or 2, written, "none", trust_remote_code, ep=ep or 1, sequence_parallel=sequence_parallel
-        )
+        how = {"ep": ep or 1, "sequence_parallel": sequence_parallel}
+        loaded = _make_plan(model, tp or 2, written, "none", trust_remote_code, **how)
     options: dict[str, Any] = {"tp_size": tp} | ({} if mesh is None else {"mesh": mesh})
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})

@@ -39,7 +39,9 @@ from autoplan.values import Instruction
 
 
 def unwatched(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, without the compiler's check for side effects."""
+    """Return `function(*args)`; in compiled code, without the compiler's check for side effects."""
+    if not torch.compiler.is_compiling():
+        return function(*args)
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as call  # a slow import
 
     return call(function, *args)

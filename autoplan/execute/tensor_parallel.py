@@ -132,9 +132,8 @@ def apply_plan(
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
     check_matches(model, plan)
     if plan.cp_size not in (1, plan.ranks) and not more_groups:
-        raise PlanMismatchError(
-            f"the plan is for {plan.over} together", hint="autoplan.parallelize accepts a mesh with both dims"
-        )
+        hint = "autoplan.parallelize accepts a mesh with both dims"
+        raise PlanMismatchError(f"the plan is for {plan.over} together", hint=hint)
     group = RankGroup.of(mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     rules = parameter_rules(model, plan)
@@ -273,29 +272,23 @@ def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -
     returns it."""
     tables = {id(own_parameters(modules[n]).get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
     for name, module in modules.items():
-        if not isinstance(module, nn.Embedding):
-            continue
-        weight = own_parameters(module).get("weight")
-        work_of_table = tables.get(id(weight)) if weight is not None else None
-        if work_of_table is None or name in works:
-            continue
-        if all(modules[work] is not module for work in works):
-            works[name] = ModuleWork(name, list(work_of_table.instructions), work_of_table.framed, work_of_table.random)
+        weight = own_parameters(module).get("weight") if isinstance(module, nn.Embedding) else None
+        planned = tables.get(id(weight)) if weight is not None else None
+        if planned is not None and all(modules[work] is not module for work in works):
+            works[name] = replace(planned, name=name, instructions=list(planned.instructions))
 
 
 def _edit_integers(
     modules: dict[str, nn.Module], plan: Plan, running: Running, undo: list[Callable[[], None]]
 ) -> tuple[tuple[str, str, int, int], ...]:
-    done, seen = [], set()
+    done: dict[Any, tuple[str, str, int, int]] = {}
     for edit in plan.runtime.of(IntegerEdit):
         for name in _module_names(edit.pattern, modules):
             key = (id(modules[name]), edit.name, edit.index)
-            if key in seen:
-                continue
-            seen.add(key)
-            undo.append(execute(edit, At(modules[name], name, (), running)))
-            done.append((name, edit.name, edit.old, edit.on_rank(running.groups[edit.over].rank)))
-    return tuple(done)
+            if key not in done:
+                undo.append(execute(edit, At(modules[name], name, (), running)))
+                done[key] = name, edit.name, edit.old, edit.on_rank(running.groups[edit.over].rank)
+    return tuple(done.values())
 
 
 def _localise_padding(

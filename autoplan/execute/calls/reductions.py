@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autoplan.common.layout import Layout, chunk
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, sum_over_ranks, take_rows
-from autoplan.execute.executors import At, executes, other_branch, runs
+from autoplan.execute.executors import At, other_branch, runs
 from autoplan.execute.random_streams import kept_state
 from autoplan.execute.vocabulary.own_positions import on_own_rows
 from autoplan.ops import call_record
@@ -35,7 +35,6 @@ from autoplan.values import (
 )
 
 # Calls that combine the shards of ranks, and calls that only differ per rank.
-Run = Callable[[Any, Any, Any], Any]  # of the torch function, its args, its kwargs
 _OPERANDS = ("input", "mat1", "batch1", "mat2", "batch2")  # of addmm and baddbmm, in order
 
 
@@ -112,36 +111,28 @@ def _pieces(planned: EqualPieces, at: At, func: Any, args: Any, kwargs: Any) -> 
     dim, lengths = planned.dim, planned.pieces[at.group.rank]
     x = args[0] if args else kwargs["input"]
     if x.shape[dim] != sum(lengths):
-        raise other_branch(
-            f"{at.where}: {planned.site} splits {x.shape[dim]}, but the plan was made for {sum(lengths)}"
-        )
+        place = f"{at.where}: {planned.site}"
+        raise other_branch(f"{place} splits {x.shape[dim]}, but the plan was made for {sum(lengths)}")
     return x.split(lengths, dim)
 
 
-@executes(DrawOnShards)
-def _drawn(planned: DrawOnShards, at: At) -> Run:
+@runs(DrawOnShards)
+def _drawn(planned: DrawOnShards, at: At, func: Any, args: Any, kwargs: Any) -> Any:
     """Draw per rank; a call that got global sizes draws alike on all ranks, and each keeps its shard."""
-    running, module = at.running, at.module
-    whole_sizes = [(cut.dim, Layout.parse(cut.layout).size) for cut in planned.cuts]
-
-    def draw(func: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            with running.randomness.split_of(kwargs["generator"]) as own:
-                return func(*args, **{**kwargs, "generator": own})
-        if not (running.may_draw(module) or whole_sizes):
-            return func(*args, **kwargs)
-        with running.randomness.split():
-            return func(*args, **kwargs)
-
-    def draw_by_size(func: Any, args: Any, kwargs: Any) -> Any:
-        with kept_state(kwargs.get("generator")) as put_back:
+    randomness, generator = at.running.randomness, kwargs.get("generator")
+    if planned.cuts:
+        with kept_state(generator) as put_back:
             result = func(*args, **kwargs)
-            if all(result.shape[dim] == size for dim, size in whole_sizes):
+            if all(result.shape[cut.dim] == Layout.parse(cut.layout).size for cut in planned.cuts):
                 return result
             put_back()
-        return draw(func, args, kwargs)
-
-    return draw_by_size if whole_sizes else draw
+    if isinstance(generator, torch.Generator):
+        with randomness.split_of(generator) as own:
+            return func(*args, **{**kwargs, "generator": own})
+    if not (at.running.may_draw(at.module) or planned.cuts):
+        return func(*args, **kwargs)
+    with randomness.split():
+        return func(*args, **kwargs)
 
 
 # layer_norm and rms_norm whose statistic spans all ranks: sums are reduced forward and backward.
@@ -180,9 +171,7 @@ def _statistic(x: torch.Tensor, dims: tuple[int, ...], group: RankGroup) -> torc
 
 
 @runs(VarianceCall)
-def _variance(
-    planned: VarianceCall, at: At, func: Any, args: Any, kwargs: Any
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _variance(planned: VarianceCall, at: At, func: Any, args: Any, kwargs: Any) -> Any:
     """Compute `var` or `std` of the global tensor, and its mean if the call returns it."""
     group, dims, counts = at.group, planned.dims, planned.held
     name, _, with_mean = planned.site.function.partition("_")
@@ -236,9 +225,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 @runs(AttentionCall)
-def _attention(
-    planned: AttentionCall, at: At, func: Any, args: Any, kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attention(planned: AttentionCall, at: At, func: Any, args: Any, kwargs: Any) -> Any:
     """Compute attention of this rank's heads, positions before batch; weights, packed or not, are local rows."""
     group, randomness = at.group, at.running.randomness
     own = Layout.parse(planned.layout).rows(group.rank, group.size) if planned.layout else ()

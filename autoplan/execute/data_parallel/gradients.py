@@ -56,6 +56,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Source: TypeAlias = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+_Member: TypeAlias = tuple[torch.Tensor, Held | None]  # a parameter, and its record
 
 
 def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
@@ -68,7 +69,7 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
     if not norm_type > 0:
         raise AutoplanError(f"norm_type={norm_type!r}", hint="pass a positive number, or float('inf')")
     parameters = list(_parameters(_given(source)))
-    meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
+    meshes: dict[DeviceMesh | None, list[_Member]] = {}
     for parameter, held in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         meshes.setdefault(mesh, []).append((parameter, held))
@@ -123,11 +124,11 @@ def _given(source: Source) -> nn.Module | list[torch.Tensor]:
     return tensors
 
 
-def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Held | None]]:
+def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[_Member]:
     """Yield every parameter once, with its record."""
     seen: set[int] = set()
     if isinstance(source, nn.Module):
-        pairs: Iterable[tuple[torch.Tensor, Held | None]] = ((p, held) for _, p, held in held_parameters(source))
+        pairs: Iterable[_Member] = ((p, held) for _, p, held in held_parameters(source))
     else:
         pairs = ((p, held_by(p)) for p in source)
     for parameter, held in pairs:
@@ -136,9 +137,7 @@ def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[tuple[torch.
             yield parameter, held
 
 
-def _over_mesh(
-    mesh: DeviceMesh | None, members: list[tuple[torch.Tensor, Held | None]], norm_type: float
-) -> torch.Tensor:
+def _over_mesh(mesh: DeviceMesh | None, members: list[_Member], norm_type: float) -> torch.Tensor:
     """Return the sum of powers (or the maximum) over all members and over the mesh."""
     values = [_counted(p.grad, held) for p, held in members if p.grad is not None]
     device = members[0][0].device if mesh is None else mesh_device(mesh)

@@ -150,9 +150,11 @@ class ExpertsOfARank:
         if pairs is None:
             return output
         rows, count = pairs
-        return change_at(
-            output, self.site.output, lambda x: x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x), self.where
-        )
+
+        def put(x: torch.Tensor) -> torch.Tensor:
+            return x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x)
+
+        return change_at(output, self.site.output, put, self.where)
 
     def _own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens of tokens that are sorted by expert."""

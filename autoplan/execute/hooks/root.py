@@ -14,14 +14,7 @@ import autoplan.execute.hooks.carried_out  # noqa: F401 - registers the executor
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
-from autoplan.common.nested import (
-    change_at,
-    flatten_tensors,
-    is_other_form,
-    left_out_of,
-    other_forms,
-    signature_names,
-)
+from autoplan.common.nested import change_at, flatten_tensors, is_other_form, left_out_of, other_forms, signature_names
 from autoplan.common.torch_internals import DisableTorchFunction, called_by_compiled_code, runs_compiled
 from autoplan.execute.checkpointing.policies import is_cache
 from autoplan.execute.collectives import gather_pieces, mesh_device
@@ -73,9 +66,8 @@ def _refuse_compiled_moves(model: nn.Module) -> None:
         return
     name, at = found or ("", "")
     what = f"{name} (positions are moved at {at})" if name and at != name else name or "the model"
-    free = next(
-        (name for name, part in model.named_modules() if next(part.children(), None) and not moved_inside(part)), ""
-    )
+    blocks = ((name, part) for name, part in model.named_modules() if next(part.children(), None))
+    free = next((name for name, part in blocks if not moved_inside(part)), "")
     raise PlanMismatchError(
         f"{what} is compiled, which is not supported over cp: compiled code cannot read a stream of which each rank "
         "holds its own positions",
@@ -100,7 +92,7 @@ class Root(Hooks):
         outputs = [boundary for boundary in seen.of(Boundary) if is_at_exit(boundary)]
         self.forms = {*running.outputs, *(output.path for output in outputs)}
         self.outputs = [(one.path, execute(one, at)) for one in outputs]
-        self.unseen = UnseenOutputs(seen.outputs, seen.shapes, self.names, running.group)
+        self.unseen = UnseenOutputs(seen, self.names, running.group)
         self.unseen.partial = running.context
         self.target_words = conventions().target_words
         own = seen.of(LogitsOfPositions)

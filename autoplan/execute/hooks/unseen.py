@@ -42,7 +42,7 @@ from autoplan.execute.collectives import (
     scale_gradient,
 )
 from autoplan.execute.parameters.held import record_of
-from autoplan.values import AllReduceGradient, Constant, OutputShape, Runtime
+from autoplan.values import AllReduceGradient, Constant, Runtime
 
 # What no recorded call did, where hooks can detect it. No instruction of a plan covers any of this.
 #
@@ -142,13 +142,11 @@ _OF_LAYERS = 3  # depth of a cache in tuples: the keys of a layer
 
 
 class UnseenOutputs:
-    """A check of the model's outputs. `seen`: the paths that the plan knows; `shapes`: the recorded sizes of dims that
+    """A check of the model's outputs. `seen`: the outputs that the plan knows, and the recorded sizes of dims that
     weights determine; `names`: the arguments of forward, since caches come out and go in."""
 
-    def __init__(
-        self, seen: Iterable[Path], shapes: Iterable[OutputShape], names: Iterable[str], group: RankGroup
-    ) -> None:
-        self.seen, self.shapes = frozenset(seen), {shape.path: shape for shape in shapes}
+    def __init__(self, seen: Runtime, names: Iterable[str], group: RankGroup) -> None:
+        self.seen, self.shapes = frozenset(seen.outputs), {shape.path: shape for shape in seen.shapes}
         self.by_name = any(path and isinstance(path[0], str) for path in self.seen)
         self.names, self.group = frozenset((name,) for name in names), group
         self.whole: set[tuple[Any, ...]] = set()  # compared before and found replicated

@@ -55,9 +55,8 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
             if weight is None or parameter is None:
                 continue
             if tuple(parameter.shape) != weight.shape:
-                raise PlanMismatchError(
-                    f"{path}.{name} has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
-                )
+                shapes = f"has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
+                raise PlanMismatchError(f"{path}.{name} {shapes}")
             chosen.setdefault(module, []).append(weight)
     for module, weights in chosen.items():  # nothing was changed before
         stored: dict[str, tuple[PackedWeight, torch.dtype]] = {}
