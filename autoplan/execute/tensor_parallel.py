@@ -255,7 +255,14 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         for name in () if elsewhere else _module_names(instruction.pattern, modules):
             if all(instruction is not other for other in work(name).instructions):  # once per module object
                 work(name).instructions.append(instruction)
-    _share_tables(modules, works)
+    # An embedding that shares the weight of a planned table (T5's `shared`), which `get_input_embeddings` returns, has
+    # the same work.
+    tables = {id(own_parameters(modules[n]).get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
+    for name, module in modules.items():
+        weight = own_parameters(module).get("weight") if isinstance(module, nn.Embedding) else None
+        planned = tables.get(id(weight)) if weight is not None else None
+        if planned is not None and all(modules[other] is not module for other in works):
+            works[name] = replace(planned, name=name, instructions=list(planned.instructions))
     for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
             if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:
@@ -265,17 +272,6 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
             for name in _module_names(pattern, modules):
                 work(name).random = work(name).random or kind  # the model itself may draw on split values
     return works
-
-
-def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -> None:
-    """Give an embedding that shares the weight of a planned table (T5's `shared`) the same work: `get_input_embeddings`
-    returns it."""
-    tables = {id(own_parameters(modules[n]).get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
-    for name, module in modules.items():
-        weight = own_parameters(module).get("weight") if isinstance(module, nn.Embedding) else None
-        planned = tables.get(id(weight)) if weight is not None else None
-        if planned is not None and all(modules[work] is not module for work in works):
-            works[name] = replace(planned, name=name, instructions=list(planned.instructions))
 
 
 def _edit_integers(

@@ -158,9 +158,9 @@ class PathGuard:
         self.changed = self.situations.changed() if self.compares else ()
         differs = bool(self.changed) and (kind, self.changed) not in self.situations.looked_at
         alone = (hooks and (hooks, kind) not in self.hooked) or differs or put_in
-        if not (self.together or alone) or _has_no_values(given):
-            return
-        if compiled_somewhere(self.model):
+        tensors = [tensor for _, tensor in flatten_tensors(given)] if self.together or alone else []
+        no_values = any(tensor.is_meta for tensor in tensors) or detect_fake_mode(tensors) is not None
+        if not (self.together or alone) or no_values or compiled_somewhere(self.model):
             return
         if sys.gettrace() is not None:
             if not self.told_unguarded:
@@ -261,9 +261,3 @@ class PathGuard:
         copied.hooked, copied.planned = set(), weakref.WeakSet()
         copied.kept, copied.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)
         return copied
-
-
-def _has_no_values(arguments: dict[str, Any]) -> bool:
-    """Return whether the tensors are fake or on meta."""
-    tensors = [tensor for _, tensor in flatten_tensors(arguments)]
-    return any(tensor.is_meta for tensor in tensors) or detect_fake_mode(tensors) is not None

@@ -148,11 +148,6 @@ class Worker(Hooks):
             take_into_graphs(self.module)
 
     @property
-    def can_move(self) -> bool:
-        """Return whether the worker acts on inputs and outputs only, and so may serve another module."""
-        return self.calls is None and not self.work.framed and not self.work.random
-
-    @property
     def needs_cleanup(self) -> bool:
         return bool(self.calls or self.work.framed or self.work.random or self.beginning or self.ending)
 

@@ -108,7 +108,7 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
         owners = [getattr(hook, "__self__", None) for hook in forward_hooks(old)[1].values()]
         workers = {id(owner): owner for owner in owners if isinstance(owner, Worker)}
         for worker in list(workers.values()):
-            if not worker.can_move:
+            if worker.calls is not None or worker.work.framed or worker.work.random:  # more than inputs and outputs
                 raise AutoplanError(
                     f"{where}: the plan rewrites calls inside this {type(old).__name__}, which is being removed",
                     hint="merge in place (model.merge_adapter()), or save the adapter and merge it unsharded",

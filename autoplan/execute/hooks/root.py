@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -230,7 +230,8 @@ class Root(Hooks):
         if self.running.depth == 0 and self.running.can_run_whole:
             if not self.running.runs_whole:
                 returned = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
-                mark_caches((*args, *kwargs.values(), *returned))
+                for cache in filter(is_cache, (*args, *kwargs.values(), *returned)):
+                    setattr(cache, _MARK, True)
             self.running.runs_whole = False
         if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
             self.guard.abandon()
@@ -273,10 +274,3 @@ def runs_whole(arguments: dict[str, Any]) -> bool:
     own = any(own_of(tensor) is not None for _, tensor in flatten_tensors(arguments))
     wanted = bool(caches) or arguments.get(switch) is True
     return wanted and not (own or torch.is_grad_enabled() or torch.compiler.is_compiling())
-
-
-def mark_caches(values: Iterable[Any]) -> None:
-    """Mark the caches of a call that ran on own positions."""
-    for value in values:
-        if is_cache(value):
-            setattr(value, _MARK, True)

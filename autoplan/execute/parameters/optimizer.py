@@ -132,8 +132,12 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
         _refuse(parameter, value, held, "which has another shape")
     else:
         value = as_held(value, parameter, held)
-    if in_units:
-        _free_gathered(parameter)
+    for module in marked_modules() if in_units else ():
+        # Free what FSDP2 left gathered in its place after a forward: modules hold the parameter again.
+        record = record_of(module)
+        gathered = record.reading.gathered if record is not None else None
+        if gathered is not None and any(gathered.as_sharded(own) is parameter for own in module._parameters.values()):
+            gathered.free()
     torch.Tensor.data.__set__(parameter, value.detach())
     place_local(parameter, local_part(value).detach(), local_spec(value))
     if in_units:
@@ -142,15 +146,6 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
         for module in _modules_with(parameter):
             renew_units(module)
     return True
-
-
-def _free_gathered(parameter: DTensor) -> None:
-    """Free what FSDP2 left gathered in the place of a parameter after a forward: modules hold the parameter again."""
-    for module in marked_modules():
-        record = record_of(module)
-        gathered = record.reading.gathered if record is not None else None
-        if gathered is not None and any(gathered.as_sharded(own) is parameter for own in module._parameters.values()):
-            gathered.free()
 
 
 def _modules_with(parameter: DTensor) -> list[nn.Module]:
