@@ -259,15 +259,8 @@ def export(
 
 
 app.add_typer(rules_app, name="rules")
-app.command()(audit)
-app.command()(compare)
-app.command()(scoreboard)
-app.command()(report)
-app.command()(choose)
-app.command()(estimate)
-app.command()(dryrun)
-app.command()(calibrate)
-app.command()(doctor)
+for _command in (audit, compare, scoreboard, report, choose, estimate, dryrun, calibrate, doctor):
+    app.command()(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
