@@ -68,13 +68,12 @@ def _computed(name: str, plain: Callable[[Any, Any], Any]) -> None:
     setattr(PartSize, name, operate)
 
 
-def _compared(name: str) -> None:
-    ask = getattr(operator, name)
-    setattr(PartSize, name, lambda self, other: self._answer(ask, other))
+def _compared(ask: Any) -> None:
+    setattr(PartSize, f"__{ask.__name__}__", lambda self, other: self._answer(ask, other))
 
 
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _compared(f"__{_name}__")
+for _ask in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+    _compared(_ask)
 for _name in ("add", "sub", "mul", "floordiv", "mod"):
     for _dunder in (f"__{_name}__", f"__r{_name}__"):
         _computed(_dunder, getattr(int, _dunder))
