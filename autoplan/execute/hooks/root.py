@@ -230,8 +230,8 @@ class Root(Hooks):
         if self.running.depth == 0 and self.running.can_run_whole:
             if not self.running.runs_whole:
                 returned = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
-                for cache in filter(is_cache, (*args, *kwargs.values(), *returned)):
-                    setattr(cache, _MARK, True)
+                for value in filter(is_cache, (*args, *kwargs.values(), *returned)):
+                    setattr(value, _MARK, True)
             self.running.runs_whole = False
         if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
             self.guard.abandon()
