@@ -200,9 +200,8 @@ def verify(
     elif names_plan_file(written):
         loaded = load_plan(written)
     else:
-        loaded = _make_plan(
-            model, tp or 2, written, "none", trust_remote_code, ep=ep or 1, sequence_parallel=sequence_parallel
-        )
+        how = {"ep": ep or 1, "sequence_parallel": sequence_parallel}
+        loaded = _make_plan(model, tp or 2, written, "none", trust_remote_code, **how)
     options: dict[str, Any] = {"tp_size": tp} | ({} if mesh is None else {"mesh": mesh})
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
@@ -260,15 +259,8 @@ def export(
 
 
 app.add_typer(rules_app, name="rules")
-app.command()(audit)
-app.command()(compare)
-app.command()(scoreboard)
-app.command()(report)
-app.command()(choose)
-app.command()(estimate)
-app.command()(dryrun)
-app.command()(calibrate)
-app.command()(doctor)
+for _command in (audit, compare, scoreboard, report, choose, estimate, dryrun, calibrate, doctor):
+    app.command()(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

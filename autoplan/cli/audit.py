@@ -114,11 +114,8 @@ def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remo
         source = resolve(model, trust_remote_code=trust_remote_code)
         fixed = plan_as_written(plan, source.module(), source.name)
     write_fixed(fixed, output, f"{plan} for {model}")
-    note(
-        f"the corrected plan is in {output}"
-        if report.fixed is not None
-        else f"nothing to correct: {output} is unchanged"
-    )
+    same = report.fixed is None
+    note(f"nothing to correct: {output} is unchanged" if same else f"the corrected plan is in {output}")
 
 
 def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bool) -> RenderableType | None:

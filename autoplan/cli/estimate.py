@@ -64,8 +64,7 @@ LoraDtype = Annotated[str, typer.Option("--lora-dtype", help="Of adapters: float
 LoraDropout = Annotated[float, typer.Option("--lora-dropout", min=0.0, max=0.99, help="Dropout of the adapters.")]
 Updates = Annotated[str, typer.Option("--optimizer", help="adamw, adamw8bit, muon, adafactor … (docs/estimate.md).")]
 WeightsStored = Annotated[
-    str | None,
-    typer.Option("--weights", "--dtype", help="Storage format, if not the config's: bfloat16, fp8, nf4 …"),
+    str | None, typer.Option("--weights", "--dtype", help="Storage format, if not the config's: bfloat16, fp8, nf4 …")
 ]
 
 Precision = Annotated[

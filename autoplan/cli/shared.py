@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,7 @@ import typer
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import write_whole
-from autoplan.common.stages import watched
+from autoplan.common.stages import set_inside, watched
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,14 +71,9 @@ _OTHERWISE = {"tp_size": "--tp", "ep_size": "--ep", "cp_size": "--cp"}
 _options: ContextVar[frozenset[str]] = ContextVar("_options", default=frozenset())
 
 
-@contextmanager
-def speaking_of(options: frozenset[str]) -> Iterator[None]:
+def speaking_of(options: frozenset[str]) -> AbstractContextManager[None]:
     """Make `as_options` use these options inside the block."""
-    before = _options.set(options)
-    try:
-        yield
-    finally:
-        _options.reset(before)
+    return set_inside(_options, options)
 
 
 def as_options(text: str) -> str:

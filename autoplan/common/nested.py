@@ -137,9 +137,8 @@ def call_with(function: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
     """Call a module or a function on inputs by name. The items of a `*rest` have the key "*rest"; they, what comes
     before them and positional-only arguments are passed by position."""
     forward = getattr(function, "forward", function)
-    if not any(name[:1] == "*" for name in inputs) and not getattr(
-        getattr(forward, "__code__", None), "co_posonlyargcount", 0
-    ):
+    positional = getattr(getattr(forward, "__code__", None), "co_posonlyargcount", 0)
+    if not positional and not any(name[:1] == "*" for name in inputs):
         return function(**inputs)
     args: list[Any] = []
     keywords = dict(inputs)

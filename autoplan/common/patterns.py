@@ -93,12 +93,8 @@ class Universe:
         nodes: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self._tree)]
         for segment in pattern.split("."):
             if "*" in segment:
-                nodes = [
-                    ((*path, key), below)
-                    for path, node in nodes
-                    for key, below in node.items()
-                    if matches(segment, key)
-                ]
+                pairs = ((path, node, key) for path, node in nodes for key in node if matches(segment, key))
+                nodes = [((*path, key), node[key]) for path, node, key in pairs]
             else:
                 nodes = [((*path, segment), node[segment]) for path, node in nodes if segment in node]
         return self.names & {".".join(path) for path, _ in nodes}

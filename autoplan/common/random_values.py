@@ -88,9 +88,8 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 def fill_meta(model: nn.Module, seed: int = 0) -> nn.Module:
     """Give a meta module real memory: parameters as their modules reset them, buffers with plausible numbers."""
     buffers_on_meta = {id(b) for b in model.buffers() if b.is_meta}
-    owners = [
-        (m, n) for m in model.modules() for n, b in own_buffers(m).items() if b is not None and id(b) in buffers_on_meta
-    ]
+    named = ((module, name, buffer) for module in model.modules() for name, buffer in own_buffers(module).items())
+    owners = [(module, name) for module, name, buffer in named if id(buffer) in buffers_on_meta]
     model = model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad(), untouched_randomness(seed):

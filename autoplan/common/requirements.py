@@ -19,9 +19,8 @@ class VersionError(AutoplanError):
     """The installed version of a library is supported, but lacks what one feature needs."""
 
     def __init__(self, library: str, what: str, needed: tuple[int, int]) -> None:
-        super().__init__(
-            f"{library} {installed_versions()[library]} {what}", hint=f"pip install '{library}>={_dotted(needed)}'"
-        )
+        hint = f"pip install '{library}>={_dotted(needed)}'"
+        super().__init__(f"{library} {installed_versions()[library]} {what}", hint=hint)
 
 
 def installed_versions() -> dict[str, str]:

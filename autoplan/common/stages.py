@@ -23,7 +23,8 @@ def stage(text: str) -> None:
 
 
 @contextmanager
-def _set_inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
+def set_inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    """Set a context variable in the block."""
     token = variable.set(value)
     try:
         yield
@@ -33,7 +34,7 @@ def _set_inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 def watched(watcher: Callable[[str], None]) -> AbstractContextManager[None]:
     """Report every stage inside to `watcher`."""
-    return _set_inside(_watcher, watcher)
+    return set_inside(_watcher, watcher)
 
 
 @contextmanager
@@ -68,4 +69,4 @@ def run_rounds(work: Round, parts: Sequence[slice]) -> None:
 
 def counted(counter: Counter) -> AbstractContextManager[None]:
     """Let `counter` run the rounds of equal size."""
-    return _set_inside(_counter, counter)
+    return set_inside(_counter, counter)

@@ -80,14 +80,9 @@ def require(entry: Patch | Private) -> None:
 
 
 # Each table is imported by itself, so that a name that moved does not hide the others.
+_PATCHING = ("tensors", "sharding_rules", "mixed_ops", "classes", "kernels", "seeding", "simulated_ranks")
 TABLES = (
-    ("autoplan.patches.tensors", "PATCHES"),
-    ("autoplan.patches.sharding_rules", "PATCHES"),
-    ("autoplan.patches.mixed_ops", "PATCHES"),
-    ("autoplan.patches.classes", "PATCHES"),
-    ("autoplan.patches.kernels", "PATCHES"),
-    ("autoplan.patches.seeding", "PATCHES"),
-    ("autoplan.patches.simulated_ranks", "PATCHES"),
+    *((f"autoplan.patches.{name}", "PATCHES") for name in _PATCHING),
     ("autoplan.doctor.private_torch", "TORCH"),
     ("autoplan.doctor.private_modules", "MODULES"),
     ("autoplan.doctor.private_engines", "FSDP"),

@@ -95,9 +95,8 @@ def _threaded_group() -> bool:
 @ENGINES.hold("waiting ranks are woken", f"{_PG}.Collective._start_cond", f"{_PG}.Collective._done_cond")
 def _collective() -> bool:
     collective = threaded.Collective(2, None, None)
-    waiting = isinstance(collective._start_cond, threading.Condition) and isinstance(
-        collective._done_cond, threading.Condition
-    )
+    conditions = collective._start_cond, collective._done_cond
+    waiting = all(isinstance(condition, threading.Condition) for condition in conditions)
     return waiting and _parameters(threaded.Collective.join) == ["self", "rank", "data"]
 
 
@@ -129,9 +128,8 @@ def _detected() -> bool:
 @ENGINES.hold("identifies a storage while it is alive", "torch.UntypedStorage._cdata")
 def _same_storage() -> bool:
     tensor = torch.ones(4)
-    return (
-        tensor[1:].untyped_storage()._cdata == tensor.untyped_storage()._cdata != torch.ones(4).untyped_storage()._cdata
-    )
+    part, whole, other = (x.untyped_storage()._cdata for x in (tensor[1:], tensor, torch.ones(4)))
+    return bool(part == whole != other)
 
 
 @ENGINES.hold(

@@ -260,9 +260,8 @@ def _claims() -> bool:
 def _pipeline_stage() -> bool:
     """Return whether a model that transformers splits over stages holds its own. (Older versions split none.)"""
     home = "transformers.distributed.pipeline_parallel"
-    return importlib.util.find_spec(home) is None or "model._pp_stage = " in inspect.getsource(
-        importlib.import_module(home)
-    )
+    absent = importlib.util.find_spec(home) is None
+    return absent or "model._pp_stage = " in inspect.getsource(import_module(home))
 
 
 @OTHERS.hold(

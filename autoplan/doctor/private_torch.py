@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autoplan.doctor.examine import Private, Table
+from autoplan.patches.classes import UNSCRIPTED
 
 TORCH = Table()
 
@@ -107,17 +108,6 @@ def _below_autograd() -> bool:
     with torch._C._AutoDispatchBelowAutograd():
         result = x.sin()
     return result.grad_fn is None and not result.requires_grad
-
-
-@TORCH.hold(
-    "a TorchScript function is read as the Python function that it was compiled from",
-    "torch.jit.ScriptFunction._torchdynamo_inline",
-)
-def _scripted() -> bool:
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return x + x
-
-    return bool(torch.jit.script(twice)._torchdynamo_inline is twice)
 
 
 @TORCH.hold(
@@ -259,6 +249,11 @@ def _knows_loss_parallel() -> bool:
 
 
 TORCH += [
+    Private(
+        "torch.jit.ScriptFunction._torchdynamo_inline",
+        "a TorchScript function is read as the Python function that it was compiled from",
+        UNSCRIPTED.canary,
+    ),
     Private(
         "torch._dynamo.config.nontraceable_tensor_subclasses",
         "sharded logits passed in after a graph break are handled eagerly",

@@ -17,7 +17,6 @@ import json
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,10 +51,8 @@ class Voters:
         """Return all ranks along the dims of the given meshes."""
         present = [mesh for mesh in meshes if mesh is not None]
         groups = dict.fromkeys(RankGroup.of(mesh.get_group(dim)) for mesh in present for dim in range(mesh.ndim))
-        return Voters(
-            tuple(group for group in groups if group.size > 1),
-            mesh_device(present[0]) if present else torch.device("cpu"),
-        )
+        device = mesh_device(present[0]) if present else torch.device("cpu")
+        return Voters(tuple(group for group in groups if group.size > 1), device)
 
     @staticmethod
     def everyone(like: object = None) -> Voters:
@@ -103,9 +100,7 @@ class fail_together:  # noqa: N801 - used as a function
         _open.blocks.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self in _open.blocks:
             del _open.blocks[_open.blocks.index(self) :]
         try:

@@ -191,7 +191,7 @@ class _Gather(Recorded):
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
         ctx.how = group, dim, rows
         whole = all_gather_rows(x, group, dim, [len(row) for row in rows])
-        order = whole_order(rows)
+        order = None if isinstance(rows[0], range) else whole_order(rows)
         return take_rows(whole, dim, order) if order is not None else _writable(whole)
 
     @staticmethod
@@ -210,31 +210,6 @@ class _TakeHeld(Recorded):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _Gather.apply(gradient, *ctx.how), None, None, None
-
-
-class _GatherPieces(Recorded):
-    """`_Gather` of shards cut by ceiling division: their sizes suffice, however many rows there are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, sizes: tuple[int, ...]) -> Any:
-        ctx.how = group, dim, sizes
-        return _writable(all_gather_rows(x, group, dim, sizes))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _TakePiece.apply(gradient, *ctx.how), None, None, None
-
-
-class _TakePiece(Recorded):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: RankGroup, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
-        ctx.how = group, dim, sizes
-        own = whole.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank])
-        return own.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _GatherPieces.apply(gradient, *ctx.how), None, None, None
 
 
 def _writable(whole: torch.Tensor) -> torch.Tensor:
@@ -305,15 +280,16 @@ def gather_over_ranks(x: torch.Tensor, group: Ranks, dim: int, rows: Sequence[Se
     """Return the global tensor of which rank r holds `rows[r]` (in that order) along `dim`; backward takes the own
     rows. Ranks may hold unequal numbers of rows. Where several hold the same row, that of the first one is taken."""
     group = RankGroup.of(group)
-    return x if group.size == 1 else _Gather.apply(x, group, dim, tuple(tuple(row) for row in rows))
+    if group.size == 1:
+        return x
+    pieces = all(isinstance(row, range) for row in rows)  # in order, and perhaps too many rows to list them
+    return _Gather.apply(x, group, dim, tuple(row if pieces else tuple(row) for row in rows))
 
 
 def gather_pieces(x: torch.Tensor, group: Ranks, dim: int, size: int) -> torch.Tensor:
     """Return the global dim of `size` rows whose shards were cut by ceiling division; backward takes the own shard."""
     group = RankGroup.of(group)
-    if group.size == 1:
-        return x
-    return _GatherPieces.apply(x, group, dim, tuple(len(chunk(size, group.size, rank)) for rank in range(group.size)))
+    return gather_over_ranks(x, group, dim, [chunk(size, group.size, rank) for rank in range(group.size)])
 
 
 def scale_gradient(x: torch.Tensor, vector: Sequence[float] | float, dim: int = -1) -> torch.Tensor:
@@ -340,7 +316,8 @@ def part_of_sum(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 def take_rows(x: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
     """Return these rows of x along `dim` as a new tensor; a few runs of consecutive rows are taken without an index."""
-    runs = _runs_of_both(tuple(range(len(rows))), tuple(rows))
+    piece = ((0, rows.start, len(rows)),) if isinstance(rows, range) else ()
+    runs = piece or _runs_of_both(tuple(range(len(rows))), tuple(rows))
     if len(runs) == 1:
         return x.narrow(dim, *runs[0][1:]).clone(memory_format=torch.contiguous_format)
     if 1 < len(runs) <= _FEW_RUNS:

@@ -17,6 +17,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.torch_internals import DROPOUTS, detect_fake_mode
 from autoplan.execute import random_streams
 from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.random_streams import Generators
 from autoplan.ops import call_record
 from autoplan.patches.seeding import seeding, watch_seeding
 
@@ -97,7 +98,7 @@ class _Shared:
     """The stream that ranks of a group share: where the next forward continues, and from which seeding it comes."""
 
     def __init__(self) -> None:
-        self.state: random_streams.Generators | None = None
+        self.state: Generators | None = None
         self.seeding = -1
         self.watch = watch_seeding()
         self.watch.until_gone(self)
@@ -115,9 +116,9 @@ class _Switch:
     `left`: the state of the stream that was left; `before`: its state before it advanced by one draw."""
 
     to: str
-    left: random_streams.Generators
-    before: random_streams.Generators
-    begun: random_streams.Generators
+    left: Generators
+    before: Generators
+    begun: Generators
     whole_drew: bool = False
 
 
@@ -188,7 +189,7 @@ class SharedRandomness:
     @contextmanager
     def split_of(self, generator: torch.Generator) -> Iterator[torch.Generator]:
         """Yield a generator of this rank in place of the model's own `generator`, which advances by one draw."""
-        seed = random_streams.number_of(random_streams.Generators(generator.get_state())) + 1 + self.group.rank
+        seed = random_streams.number_of(Generators(generator.get_state())) + 1 + self.group.rank
         yield torch.Generator(generator.device).manual_seed(seed % 2**32)
         torch.rand(1, generator=generator, device=generator.device)
 
@@ -223,14 +224,12 @@ class SharedRandomness:
         switch = self.switched.pop()
         if switch.to == "shared":
             left = random_streams.get_state()
-            moved = random_streams.unlike(left, self.switched[-1].left) != random_streams.Generators(None)
+            moved = random_streams.unlike(left, self.switched[-1].left) != Generators(None)
             self.switched[-1] = replace(self.switched[-1], left=left, whole_drew=self.switched[-1].whole_drew or moved)
             random_streams.set_state(switch.left)
 
 
-def state_of_the_first(
-    mine: random_streams.Generators, group: RankGroup, device: torch.device
-) -> random_streams.Generators:
+def state_of_the_first(mine: Generators, group: RankGroup, device: torch.device) -> Generators:
     """Return the generators of a group's first rank, on every rank."""
     if device.type == "meta" or detect_fake_mode() is not None:
         return mine  # nothing is sent where tensors have no values
@@ -241,4 +240,4 @@ def state_of_the_first(
     state = torch.cat(parts) if group.rank == 0 else torch.zeros_like(torch.cat(parts))
     first = all_reduce(state.view(torch.int32).to(device), group).cpu().view(torch.uint8)
     cpu, *cuda = first.split([part.numel() for part in parts])
-    return random_streams.Generators(cpu.clone(), cuda[0].clone() if cuda else None)
+    return Generators(cpu.clone(), cuda[0].clone() if cuda else None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
@@ -39,7 +39,9 @@ from autoplan.values import Instruction
 
 
 def unwatched(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, without the compiler's check for side effects."""
+    """Return `function(*args)`; in compiled code, without the compiler's check for side effects."""
+    if not torch.compiler.is_compiling():
+        return function(*args)
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as call  # a slow import
 
     return call(function, *args)
@@ -144,9 +146,7 @@ class Running:
     split_loss: bool = True  # whether the model's own loss may work on split logits
     loss: bool = False  # whether it does so now: logits leave the head as SplitLogits
     draws_unseen: bool = True  # whether arguments not seen while tracing may make it draw
-    outputs: tuple[
-        Any, ...
-    ] = ()  # the paths of the model's outputs, in all forms that it returned when it was recorded
+    outputs: tuple[Any, ...] = ()  # the paths of the model's outputs, in all forms that were recorded
     draws: bool = True  # whether a forward may draw random numbers; if not, compiled code leaves the streams alone
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
@@ -264,6 +264,17 @@ def executes(*kinds: type[Instruction]) -> Callable[[Registered], Registered]:
             if kind in EXECUTORS:
                 raise TypeError(f"{kind.__name__} already has an executor: {EXECUTORS[kind].__qualname__}")
             EXECUTORS[kind] = function
+        return function
+
+    return register
+
+
+def runs(*kinds: type[Instruction]) -> Callable[[Any], Any]:
+    """Register what runs on every call of these classes: a function of the instruction, its place, the torch function,
+    its args and its kwargs. Nothing is computed in advance."""
+
+    def register(function: Any) -> Any:
+        executes(*kinds)(wraps(function)(lambda planned, at: partial(function, planned, at)))
         return function
 
     return register

@@ -55,16 +55,10 @@ class Reading:
 
     def module(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module, by name."""
-        own = self._is_own(type(module))
         idle = {*_OF_TORCH, conventions().own_checkpointing[0], *(("p",) if isinstance(module, DROPOUTS) else ())}
-        return self._mapping(
-            {
-                name: value
-                for name, value in vars(module).items()  # a private one counts only in the model's own classes
-                if name not in idle and (not name.startswith("_") or (own and not name.startswith(_MARKS)))
-            },
-            _DEPTH,
-        )
+        marks = _MARKS if self._is_own(type(module)) else "_"  # a private one counts only in the model's own classes
+        values = ((name, value) for name, value in vars(module).items() if not name.startswith(marks))
+        return self._mapping({name: value for name, value in values if name not in idle}, _DEPTH)
 
     def classes(self) -> list[Any]:
         """Return functions and plain values of the classes, and of their bases, whose code has no version."""
@@ -107,10 +101,8 @@ class Reading:
         kind, rules = type(value), conventions()
         config = rules.config_of(cast(Any, SimpleNamespace(config=value)))
         if config is not None:
-            return self._mapping(
-                {name: item for name, item in config.to_dict().items() if not name.startswith(rules.idle_settings)},
-                depth,
-            )
+            settings = ((name, value) for name, value in config.to_dict().items())
+            return self._mapping({n: v for n, v in settings if not n.startswith(rules.idle_settings)}, depth)
         if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
             return kind.__qualname__
         return [kind.__qualname__, self._mapping(getattr(value, "__dict__", {}), depth)]
@@ -226,13 +218,12 @@ def with_made_for(plan: Plan, model: nn.Module) -> Plan:
     """Return the plan with a record that it was made for this model."""
     libraries = {"autoplan": __version__, **installed_versions()}
     versions = tuple(Version(library, version) for library, version in libraries.items())
-    forwards = [
-        ForwardCode(kind.__qualname__, forward_code(kind, places)) for kind, places in _rewritten(model, plan).items()
-    ]
+    rewritten = _rewritten(model, plan).items()
+    forwards = tuple(ForwardCode(kind.__qualname__, forward_code(kind, places)) for kind, places in rewritten)
     cut = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
     shapes = _shapes(model)
     sizes = (Sizes(pattern, tuple(dict.fromkeys(_meant(pattern, shapes).values()))) for pattern in dict.fromkeys(cut))
-    made_for = MadeFor(versions, tuple(forwards), tuple(size for size in sizes if size.shapes), model_hash(model))
+    made_for = MadeFor(versions, forwards, tuple(size for size in sizes if size.shapes), model_hash(model))
     return replace(plan, made_for=made_for)
 
 
@@ -309,11 +300,8 @@ def _rewritten(model: nn.Module, plan: Plan) -> dict[type[nn.Module], set[str]]:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    tensors: Iterable[tuple[str, torch.Tensor]] = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    return {name: tuple(tensor.shape) for name, tensor in tensors}
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _meant(pattern: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

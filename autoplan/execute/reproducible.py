@@ -52,9 +52,8 @@ def make_reproducible(
         by_channel = isinstance(module, CONVOLUTIONS) and dim == 0
         if parameter is None or parameter.dim() < 2 or is_lookup or by_channel:
             continue
-        if own != "weight" or not (
-            type(module).forward is nn.Linear.forward or conventions().is_transposed_linear(module)
-        ):
+        linear = type(module).forward is nn.Linear.forward or conventions().is_transposed_linear(module)
+        if own != "weight" or not linear:
             refused.append(name)
         elif "forward" not in module.__dict__:
             module.__dict__["forward"] = MethodType(_forward, module)
@@ -92,15 +91,8 @@ def _whole(x: torch.Tensor, held: Held | None, dim: int) -> torch.Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        held: Held,
-        held_bias: Held | None,
-        transposed: bool,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+        held, held_bias, transposed = how
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.biased = transposed, bias is not None
         assert held.dim is not None

@@ -119,6 +119,8 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
             f"the plan for {plan.model} shards the sequence of a stream whose ends are not in this stage",
             hint="plan the whole model with sequence_parallel=False: stages exchange full sequences",
         )
+    sizes = tuple(size for size in plan.made_for.sizes if _means(size.pattern, [*tensors, *buffers]))
+    made_for = replace(plan.made_for, sizes=sizes)
     part = replace(
         plan,
         entries=tuple(e for e in plan.entries if _means(e.pattern, [*modules, *tensors])),
@@ -139,10 +141,8 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
         obstacles=tuple(obstacle for obstacle in plan.obstacles if _means(obstacle.pattern, modules)),
         packed=packed,
         paths=(),  # a stage is entered and left elsewhere
+        made_for=made_for,
     )
-    sizes = tuple(size for size in plan.made_for.sizes if _means(size.pattern, [*tensors, *buffers]))
-    made_for = replace(plan.made_for, sizes=sizes)
-    part = replace(part, made_for=made_for)
     if plan.made_for.content and digest(plan) == plan.made_for.content:  # else it was edited: it stays suspect
         part = replace(part, made_for=replace(made_for, content=digest(part), model=model_hash(model)))
     return part

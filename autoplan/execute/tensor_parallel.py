@@ -23,14 +23,14 @@ from autoplan.common.torch_internals import flattened, own_parameters
 from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.function_mode import guard_kernels
 from autoplan.execute.collectives import RankGroup, mesh_device
-from autoplan.execute.dropout import SharedRandomness, draws_in_code
+from autoplan.execute.dropout import SharedRandomness, draws_in_code, may_draw
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
 from autoplan.execute.hooks.encoders import keep_dense
 from autoplan.execute.hooks.install import ModuleWork, install, keep_order
 from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
-from autoplan.execute.hooks.root import can_run_whole, install_root
+from autoplan.execute.hooks.root import Root, can_run_whole, is_at_exit
 from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.execute.parameters.optimizer import stop_following
 from autoplan.execute.parameters.shard import prepare_parameters
@@ -38,17 +38,7 @@ from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.patches.classes import open_scripts
-from autoplan.values import (
-    Boundary,
-    CallRewrite,
-    Instruction,
-    IntegerEdit,
-    ParameterRule,
-    Plan,
-    RecurrentCall,
-    SplitLogits,
-    VocabularyTable,
-)
+from autoplan.values import CallRewrite, IntegerEdit, ParameterRule, Plan, RecurrentCall, SplitLogits, VocabularyTable
 
 
 @dataclass(frozen=True)
@@ -142,17 +132,15 @@ def apply_plan(
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
     check_matches(model, plan)
     if plan.cp_size not in (1, plan.ranks) and not more_groups:
-        raise PlanMismatchError(
-            f"the plan is for {plan.over} together", hint="autoplan.parallelize accepts a mesh with both dims"
-        )
+        hint = "autoplan.parallelize accepts a mesh with both dims"
+        raise PlanMismatchError(f"the plan is for {plan.over} together", hint=hint)
     group = RankGroup.of(mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     rules = parameter_rules(model, plan)
     if sequence_padding not in ("error", "pad"):
         raise AutoplanError(f"sequence_padding={sequence_padding!r}", hint="choose 'error' or 'pad'")
-    running = Running(
-        mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
-    )
+    randomness = SharedRandomness(group, mesh_device(mesh))
+    running = Running(mesh, group, gather_logits, randomness, sequence_padding=sequence_padding)
     running.context, running.more_groups = plan.cp_size > 1, dict(more_groups or {})
     running.can_run_whole, running.outputs = can_run_whole(plan), plan.runtime.outputs
     running.randomness.apart = running.sequence.rank if running.more_groups else 0
@@ -227,10 +215,7 @@ def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
 
 def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | None]:
     """Return the rule of every parameter and split buffer by full name; raise if a pattern matches nothing."""
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     names, stored = list(tensors), stored_rules(tensors, plan)
     rule_of: dict[str, ParameterRule | None] = {}
     for rule in plan.runtime.parameters:
@@ -266,16 +251,18 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         return works.setdefault(instance, ModuleWork(instance))
 
     for instruction in plan.runtime.instructions:
-        for name in (
-            ()
-            if isinstance(instruction, IntegerEdit) or _at_exit(instruction)
-            else _module_names(instruction.pattern, modules)
-        ):
-            if (instruction.pattern or name == "") and all(
-                instruction is not instance for instance in work(name).instructions
-            ):
-                work(name).instructions.append(instruction)  # once per module object
-    _share_tables(modules, works)
+        elsewhere = isinstance(instruction, IntegerEdit) or is_at_exit(instruction)
+        for name in () if elsewhere else _module_names(instruction.pattern, modules):
+            if all(instruction is not other for other in work(name).instructions):  # once per module object
+                work(name).instructions.append(instruction)
+    # An embedding that shares the weight of a planned table (T5's `shared`), which `get_input_embeddings` returns, has
+    # the same work.
+    tables = {id(own_parameters(modules[n]).get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
+    for name, module in modules.items():
+        weight = own_parameters(module).get("weight") if isinstance(module, nn.Embedding) else None
+        planned = tables.get(id(weight)) if weight is not None else None
+        if planned is not None and all(modules[other] is not module for other in works):
+            works[name] = replace(planned, name=name, instructions=list(planned.instructions))
     for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
             if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:
@@ -287,44 +274,17 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
     return works
 
 
-def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -> None:
-    """Give an embedding that shares the weight of a planned table (T5's `shared`) the same work: `get_input_embeddings`
-    returns it."""
-    tables = {id(own_parameters(modules[n]).get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
-    for name, module in modules.items():
-        if not isinstance(module, nn.Embedding):
-            continue
-        weight = own_parameters(module).get("weight")
-        work_of_table = tables.get(id(weight)) if weight is not None else None
-        if work_of_table is None or name in works:
-            continue
-        if all(modules[work] is not module for work in works):
-            works[name] = ModuleWork(name, list(work_of_table.instructions), work_of_table.framed, work_of_table.random)
-
-
-def _at_exit(instruction: Instruction) -> bool:
-    """Return whether a boundary is handled where the model returns, not by a hook of its own."""
-    return (
-        isinstance(instruction, Boundary)
-        and instruction.at_exit
-        and instruction.pattern == ""
-        and instruction.side == "output"
-    )
-
-
 def _edit_integers(
     modules: dict[str, nn.Module], plan: Plan, running: Running, undo: list[Callable[[], None]]
 ) -> tuple[tuple[str, str, int, int], ...]:
-    done, seen = [], set()
+    done: dict[Any, tuple[str, str, int, int]] = {}
     for edit in plan.runtime.of(IntegerEdit):
         for name in _module_names(edit.pattern, modules):
             key = (id(modules[name]), edit.name, edit.index)
-            if key in seen:
-                continue
-            seen.add(key)
-            undo.append(execute(edit, At(modules[name], name, (), running)))
-            done.append((name, edit.name, edit.old, edit.on_rank(running.groups[edit.over].rank)))
-    return tuple(done)
+            if key not in done:
+                undo.append(execute(edit, At(modules[name], name, (), running)))
+                done[key] = name, edit.name, edit.old, edit.on_rank(running.groups[edit.over].rank)
+    return tuple(done.values())
 
 
 def _localise_padding(
@@ -341,15 +301,14 @@ def _localise_padding(
 
 
 def _install_root(model: nn.Module, plan: Plan, running: Running, guard: PathGuard | None) -> list[Any]:
-    heads = plan.runtime.of(SplitLogits)
-    outputs = [boundary for boundary in plan.runtime.of(Boundary) if _at_exit(boundary)]
     seen = bool(plan.runtime.random or plan.runtime.random_whole)
     unseen = draws_in_code(model)
     running.draws_unseen = not seen and "always" in unseen
-    random = seen or bool(unseen)  # a rate of 0 may be raised at any time
-    if random or plan.runtime.draws:
+    random, always = seen or bool(unseen), plan.runtime.draws  # a rate of 0 may be raised at any time
+    if random or always:
         meet()
         running.randomness.agree()
-    draws = (random, plan.runtime.draws)
-    handles = install_root(model, heads, outputs, running, draws, plan.runtime, guard)
-    return handles + install_inner_entries(model, heads, running, draws)
+    running.draws = always or (random and may_draw(model))
+    running.randomness.always = always
+    handles = Root(model, running, (random, always), plan.runtime, guard).listen(model)
+    return handles + install_inner_entries(model, plan.runtime.of(SplitLogits), running, (random, always))

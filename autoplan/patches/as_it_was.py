@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -78,7 +77,8 @@ class _Before:
         seen: dict[int, torch.Tensor] = {}
         for module in model.modules():
             before.modules.append(_Module.of(module))
-            seen.update((id(tensor), tensor) for tensor in _tensors_of(module))
+            values = (*own_parameters(module).values(), *own_buffers(module).values(), *module.__dict__.values())
+            seen.update((id(value), value) for value in values if isinstance(value, torch.Tensor))
         before.tensors = [_Tensor.of(tensor) for tensor in seen.values()]
         return before
 
@@ -158,11 +158,6 @@ class _Tensor:
             put_gradient_hooks(tensor, *self.hooks)
         vars(tensor).clear()
         vars(tensor).update(self.attributes)
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    values = (*own_parameters(module).values(), *own_buffers(module).values(), *module.__dict__.values())
-    return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def _items(container: Any) -> list[Any]:

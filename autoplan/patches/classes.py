@@ -51,6 +51,14 @@ def subclass_of(cls: Any, namespace: dict[str, Any]) -> Any:
                 type.__setattr__(cls, _HEARS, own)
 
 
+def reduced(subclass: Any, rebuild: Any, given: tuple[Any, ...], instance: Any, protocol: Any) -> Any:
+    """Return a `__reduce_ex__` that calls `rebuild(*given)` for such a class, which cannot be found by its name."""
+    theirs, arguments, *rest = super(subclass, instance).__reduce_ex__(max(2, protocol))
+    if getattr(theirs, "__name__", "") == "__newobj__" and arguments == (subclass,):
+        return (rebuild, given, *rest)
+    return (theirs, arguments, *rest)  # a subclass of ours, or a class that rebuilds itself
+
+
 def _canary() -> bool:
     """Return whether a call of a module uses `_call_impl` of its present class."""
 

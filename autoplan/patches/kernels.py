@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.common.stages import set_inside
 from autoplan.patches.patched import Alone, Patch, Place, patched
 from autoplan.patches.seeding import on_one_device
 
@@ -130,12 +131,8 @@ def one_sequence_a_row() -> Iterator[None]:
     def unpacked(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda positions: None if _unpacked.get() else original(positions)
 
-    token = _unpacked.set(True)
-    try:
-        with patched(UNPACKED, [Place(home, _PACKED, unpacked)] if present else []):
-            yield
-    finally:
-        _unpacked.reset(token)
+    with set_inside(_unpacked, True), patched(UNPACKED, [Place(home, _PACKED, unpacked)] if present else []):
+        yield
 
 
 @contextmanager
@@ -248,12 +245,6 @@ def _conditional_imports(home: str) -> tuple[tuple[str, str, str], ...]:
     except (OSError, SyntaxError, TypeError):
         return ()
     nodes = (node for part in tree.body if isinstance(part, ast.If | ast.Try) for node in ast.walk(part))
-    imports = [
-        (node.module.partition(".")[0], node) for node in nodes if isinstance(node, ast.ImportFrom) and node.module
-    ]
-    return tuple(
-        (package, alias.name, alias.asname or alias.name)
-        for package, node in imports
-        if not node.level and package not in _NO_KERNELS
-        for alias in node.names
-    )
+    found = (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level)
+    imports = [(str(node.module).partition(".")[0], alias) for node in found for alias in node.names]
+    return tuple((top, alias.name, alias.asname or alias.name) for top, alias in imports if top not in _NO_KERNELS)

@@ -41,7 +41,7 @@ class Alone:
     def run(self, work: Callable[[], object], *, wait: bool = True) -> bool:
         """Run `work` and return whether it ran: not if the lock is held by this thread, or by another and `wait` is
         False."""
-        if self._mine():
+        if owns(self._lock):
             return False
         try:
             try:
@@ -54,11 +54,8 @@ class Alone:
             self._give_back()
         return True
 
-    def _mine(self) -> bool:
-        return owns(self._lock)
-
     def _give_back(self) -> None:
-        while self._mine():
+        while owns(self._lock):
             self._lock.release()
 
 

@@ -206,13 +206,10 @@ COMPILED_LOSS = while_split(
 
 def left_untraced(classes: Iterable[type]) -> Hold:
     """Make compilers not trace functions of tensors of these classes from outside, until the hold is released."""
-    return hold(UNTRACED_LOGITS, (Registered(_untraced(), kind) for kind in classes))
-
-
-def _untraced() -> Any:
     import torch._dynamo.config
 
-    return torch._dynamo.config.nontraceable_tensor_subclasses
+    untraced = torch._dynamo.config.nontraceable_tensor_subclasses
+    return hold(UNTRACED_LOGITS, (Registered(untraced, kind) for kind in classes))
 
 
 def _untraced_canary() -> bool:

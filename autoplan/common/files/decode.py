@@ -14,13 +14,7 @@ from autoplan.common.patterns import matches, suggestion
 from autoplan.values import Plan
 from autoplan.values.plain import FAMILIES, Family
 
-_NAMES: dict[type, str] = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    NoneType: "null",
-}
+_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 
 
 def decode(hint: Any, data: Any, where: str) -> Any:

@@ -48,9 +48,8 @@ def with_rules(folder: str | os.PathLike[str] | None) -> Iterator[None]:
 
 def _refuse_other(path: Path, what: str) -> None:
     if not any((path / part).exists() for part in _PARTS):
-        raise AutoplanError(
-            f"{what} {path}, which is not a folder of rules", hint=f"such a folder has some of {', '.join(_PARTS)}"
-        )
+        hint = f"such a folder has some of {', '.join(_PARTS)}"
+        raise AutoplanError(f"{what} {path}, which is not a folder of rules", hint=hint)
 
 
 @lru_cache(maxsize=1)

@@ -45,9 +45,7 @@ class _PlannedCall:
         at = replace(at, over=planned.over)
         rank, size = at.group.rank, at.group.size
         self.planned, self.site, self.at = planned, planned.site, at
-        self.literals = [
-            (argument.path, argument.passed[rank], argument.wanted[rank]) for argument in planned.arguments
-        ]
+        self.literals = [(number.path, number.passed[rank], number.wanted[rank]) for number in planned.arguments]
         self.cuts = [(cut, Layout.parse(cut.layout).rows(rank, size), Layout.parse(cut.layout).size)
                      for cut in planned.cuts]  # fmt: skip
         self.run: Callable[[Any, Any, Any], Any] = execute(planned, at)
@@ -62,11 +60,7 @@ class _PlannedCall:
     def means(self, time: int, dims: int, width: int | None) -> bool:
         """Return whether the call now made at this place is the planned one."""
         site: CallSite = self.site
-        if site.time is not None and site.time != time:
-            return False
-        if site.dims is not None and site.dims != dims:
-            return False
-        return site.width is None or site.width != width
+        return site.time in (None, time) and site.dims in (None, dims) and (site.width is None or site.width != width)
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.literals or self.planned.lengths or self.planned.copies:
@@ -140,10 +134,6 @@ class PlannedCalls:
                 if parameter is tensor:
                     return getattr(module, name)
         return tensor
-
-    def mode(self) -> ModuleMode:
-        """Return the mode for one run of the module."""
-        return ModuleMode(self)
 
 
 _MAY_HOLD = (DTensor, list, tuple)

@@ -301,9 +301,8 @@ def checkpoint_blocks(
     switch, ending = conventions().own_checkpointing
     for name, module in model.named_modules():  # the library's own, inside ours, would recompute everything twice
         if getattr(module, switch, False) is True:
-            raise AutoplanError(
-                f"{name or 'the model'} already has {switch} on", hint=f"call model.{ending}() before parallelize"
-            )
+            hint = f"call model.{ending}() before parallelize"
+            raise AutoplanError(f"{name or 'the model'} already has {switch} on", hint=hint)
     modules = dict(model.named_modules(remove_duplicate=False))
     saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
     remove = install_checkpoints(model, wanted, before.running)

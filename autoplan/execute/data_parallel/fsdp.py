@@ -26,7 +26,7 @@ from autoplan.common.nested import change_at, flatten_tensors
 from autoplan.common.options import DataParallel
 from autoplan.common.torch_internals import local_part, local_spec, place_local, unset_fake_temporarily
 from autoplan.execute.collectives import all_reduce_over, in_backward, like, mesh_device
-from autoplan.execute.data_parallel.gradients import list_sharded, refuse_copies, watch_lost
+from autoplan.execute.data_parallel.gradients import list_sharded, refuse_copy, watch_lost
 from autoplan.execute.data_parallel.units import Units, choose_units, cut_dim, is_stack
 from autoplan.execute.quantised.modules import compute_in, is_packed
 from autoplan.execute.tensor_parallel import applied, record
@@ -70,10 +70,6 @@ class Places:
     accompanied: bool = False  # whether others walk through what runs on this rank
     joining: list[torch.Tensor] = field(default_factory=list)  # values for backward to visit: they join the next one
 
-    def watch_end(self) -> None:
-        """Register the hook of the end, before FSDP2 wraps the model itself, so that it runs before FSDP2's."""
-        self.model.register_forward_hook(self._end)
-
     def watch_rest(self) -> None:
         """Register the hooks of units, after FSDP2 has wrapped them: these run around FSDP2's."""
         self.model.register_forward_pre_hook(self._begin)
@@ -111,7 +107,7 @@ class Places:
         if self.accompanied and not in_backward():
             self.joining += [x for _, x in flatten_tensors(output) if x.requires_grad][:1]
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self.asked:
             return None
         self._meet(len(self.places), [])
@@ -299,15 +295,15 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
             mp_policy=replace(inner, param_dtype=None, cast_forward_inputs=False) if unit.kept_dtype else inner,
             **shared,
         )
-    if places is not None:
-        places.watch_end()
+    if places is not None:  # before FSDP2 wraps the model itself, so that it runs before FSDP2's
+        model.register_forward_hook(places.end)
     fully_shard(model, reshard_after_forward=False, mp_policy=policy, **shared)
     if places is not None:
         places.watch_rest()
     wrapped = [*((name, modules[name]) for unit in units.units for name in unit.names), ("", model)]
     watch_lost(wrapped, units.ignored)
     list_sharded(model, units.ignored)
-    refuse_copies(model)
+    vars(model)["__deepcopy__"] = refuse_copy
     if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):
         register_fsdp_forward_method(model, "generate")  # a wrapper's generate calls the inner model's forward only
     forward, backward = options.depths  # to prefetch

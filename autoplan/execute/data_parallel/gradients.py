@@ -56,6 +56,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Source: TypeAlias = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+_Member: TypeAlias = tuple[torch.Tensor, Held | None]  # a parameter, and its record
 
 
 def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
@@ -68,11 +69,10 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
     if not norm_type > 0:
         raise AutoplanError(f"norm_type={norm_type!r}", hint="pass a positive number, or float('inf')")
     parameters = list(_parameters(_given(source)))
-    meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
+    meshes: dict[DeviceMesh | None, list[_Member]] = {}
     for parameter, held in parameters:
-        meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
-            (parameter, held)
-        )
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        meshes.setdefault(mesh, []).append((parameter, held))
     parts = [_over_mesh(mesh, members, norm_type) for mesh, members in meshes.items()]
     if not parts:
         return torch.zeros(())
@@ -124,11 +124,11 @@ def _given(source: Source) -> nn.Module | list[torch.Tensor]:
     return tensors
 
 
-def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Held | None]]:
+def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[_Member]:
     """Yield every parameter once, with its record."""
     seen: set[int] = set()
     if isinstance(source, nn.Module):
-        pairs: Iterable[tuple[torch.Tensor, Held | None]] = ((p, held) for _, p, held in held_parameters(source))
+        pairs: Iterable[_Member] = ((p, held) for _, p, held in held_parameters(source))
     else:
         pairs = ((p, held_by(p)) for p in source)
     for parameter, held in pairs:
@@ -137,9 +137,7 @@ def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[tuple[torch.
             yield parameter, held
 
 
-def _over_mesh(
-    mesh: DeviceMesh | None, members: list[tuple[torch.Tensor, Held | None]], norm_type: float
-) -> torch.Tensor:
+def _over_mesh(mesh: DeviceMesh | None, members: list[_Member], norm_type: float) -> torch.Tensor:
     """Return the sum of powers (or the maximum) over all members and over the mesh."""
     values = [_counted(p.grad, held) for p, held in members if p.grad is not None]
     device = members[0][0].device if mesh is None else mesh_device(mesh)
@@ -365,12 +363,8 @@ def _mesh_dims(parameter: torch.Tensor) -> int:
 _alive = weakref.WeakSet[_Gathered]()
 
 
-def refuse_copies(model: nn.Module) -> None:
+def refuse_copy(memo: Any) -> Any:
     """Say what to do instead of `copy.deepcopy(model)`, which FSDP2 does not support."""
-    vars(model)["__deepcopy__"] = _no_copy
-
-
-def _no_copy(memo: Any) -> Any:
     raise AutoplanError(
         "a model in FSDP2 units cannot be copied: each unit gathers parameters into memory of its own",
         hint="copy the model before autoplan.parallelize and shard the copy too; or average state_dict()s",

@@ -73,9 +73,8 @@ class MegatronCall:
                 hint="use autoplan.parallelize (FSDP2), or look at the call: print(megatron_call(...))",
             )
         if find_spec("megatron_fsdp") is None:
-            raise AutoplanError(
-                "megatron-fsdp is not installed; the model was not touched", hint='pip install "autoplan[megatron]"'
-            )
+            hint = 'pip install "autoplan[megatron]"'
+            raise AutoplanError("megatron-fsdp is not installed; the model was not touched", hint=hint)
         library = import_module("megatron_fsdp")
         accepted = inspect.signature(getattr(library, self.function)).parameters
         if unknown := sorted(set(self.arguments) - set(accepted)):
@@ -112,9 +111,8 @@ def megatron_call(
         )
     dims = read_mesh(mesh, mesh_dims)
     if dims.data is None:
-        raise AutoplanError(
-            "the mesh has no dim to shard data-parallel over", hint='name one "dp_shard", or pass mesh_dims='
-        )
+        hint = 'name one "dp_shard", or pass mesh_dims='
+        raise AutoplanError("the mesh has no dim to shard data-parallel over", hint=hint)
     # Tensor parallelism replaces these classes by subclasses, which count as units too.
     modules = dict(model.named_modules(remove_duplicate=False))
     classes = {type(modules[fqn]): None for stack in plan.layers for fqn in stack.fqns}

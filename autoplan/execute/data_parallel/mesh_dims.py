@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -67,14 +66,10 @@ class MeshDims:
     def check_experts(self, tp_size: int, ep_size: int) -> None:
         """Raise where an "ep" dim would hold copies because the plan places no experts on its ranks."""
         if self.ep_size > 1 and not tp_size == 1 < ep_size:
-            placement = (
-                f"places experts on the {tp_size} ranks of tp"
-                if ep_size > 1
-                else "places no experts on different ranks"
-            )
+            placed = f"experts on the {tp_size} ranks of tp" if ep_size > 1 else "no experts on different ranks"
             ranks = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
             raise PlanMismatchError(
-                f"the {ranks} {self.names['ep']!r}, but the plan {placement}",
+                f"the {ranks} {self.names['ep']!r}, but the plan places {placed}",
                 hint=f"plan with tp_size=1, ep_size={self.ep_size}, or remove that dim from the mesh",
             )
 
@@ -138,17 +133,14 @@ def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str])
     for purpose, aliases in ALIASES.items():
         if purpose in wanted:
             name = wanted[purpose]
-            problem: Any = None
             try:
                 mesh[name]
             except (KeyError, RuntimeError, ValueError) as error:
-                problem = error
-            if problem is not None:
                 raise PlanMismatchError(
                     f"the mesh has no dim named {name!r} for {purpose!r} (it has {list(mesh.mesh_dim_names or ())})",
                     hint='name it: init_device_mesh(device, shape, mesh_dim_names=("tp",)), or correct mesh_dims',
-                ) from problem
-            names[purpose] = wanted[purpose]
+                ) from error
+            names[purpose] = name
             continue
         candidates = [name for name in aliases if name in dims and name not in wanted.values()]
         if len(candidates) > 1:

@@ -65,9 +65,7 @@ def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits:
     """Return the guard of a model that is about to be sharded; None if it needs none."""
     if action == "off" or group.size == 1:
         return None
-    edited = [(name, attribute) for name, attribute, *_ in edits]
-    kernels = frozenset(kernel.name for kernel in optional_kernels(model) if kernel.installed)
-    guard = PathGuard(model, plan, action, group, edited, kernels)
+    guard = PathGuard(model, plan, action, group, edits)
     record = record_of(model)
     if record is not None:
         record.reading.guard = guard
@@ -78,25 +76,18 @@ class PathGuard:
     """A guard of one model's code paths. `edited`: modules with a count that is local to the rank, and its name.
     `kernels`: the names of optional kernels."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        action: str,
-        group: RankGroup,
-        edited: list[tuple[str, str]],
-        kernels: frozenset[str],
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Iterable[Any]) -> None:
         self.model = model
         self.ways = ways_of(plan.paths)
         self.forms: dict[Key, dict[int, Forms]] = {key: forms_in(ways) for key, ways in self.ways.items()}
         self.has_forms = any(self.forms.values())  # older plans do not record them
         # Otherwise it checks exits only: all code is trusted, or the plan has no ways of this Python version.
         self.compares = has_own_code(model) and any(path.code.startswith(f"{PYTHON}:") for path in plan.paths)
-        self.kernels = kernels
-        self.action, self.group, self.edited = action, group, edited
+        self.kernels = frozenset(kernel.name for kernel in optional_kernels(model) if kernel.installed)
+        self.action, self.group = action, group
+        self.edited = [(name, attribute) for name, attribute, *_ in edits]
         self.situations = Situations()
-        self.edited_names = {"padding_idx", *(attribute.rpartition(".")[2] for _, attribute in edited)}
+        self.edited_names = {"padding_idx", *(attribute.rpartition(".")[2] for _, attribute in self.edited)}
         self.counts: list[tuple[dict[str, Any], str, Any, str]] = []  # set by the plan: where, name, value, words
         self.running: Watch | None = None
         self.mode: Paused | None = None
@@ -167,9 +158,9 @@ class PathGuard:
         self.changed = self.situations.changed() if self.compares else ()
         differs = bool(self.changed) and (kind, self.changed) not in self.situations.looked_at
         alone = (hooks and (hooks, kind) not in self.hooked) or differs or put_in
-        if not (self.together or alone) or _has_no_values(given):
-            return
-        if compiled_somewhere(self.model):
+        tensors = [tensor for _, tensor in flatten_tensors(given)] if self.together or alone else []
+        no_values = any(tensor.is_meta for tensor in tensors) or detect_fake_mode(tensors) is not None
+        if not (self.together or alone) or no_values or compiled_somewhere(self.model):
             return
         if sys.gettrace() is not None:
             if not self.told_unguarded:
@@ -248,9 +239,8 @@ class PathGuard:
             self._say("; ".join(watch.exits), next(iter(watch.exits.values())))
             return
         if watch.sizes:
-            self._say(
-                f"{'; '.join(watch.sizes)} takes the branch of the local shard, not of the full value", _SIZES_HINT
-            )
+            text = f"{'; '.join(watch.sizes)} takes the branch of the local shard, not of the full value"
+            self._say(text, _SIZES_HINT)
             return
         strays = watch.strays
         shown = "; ".join(list(strays)[:_SHOWN]) or "another rank"
@@ -271,9 +261,3 @@ class PathGuard:
         copied.hooked, copied.planned = set(), weakref.WeakSet()
         copied.kept, copied.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)
         return copied
-
-
-def _has_no_values(arguments: dict[str, Any]) -> bool:
-    """Return whether the tensors are fake or on meta."""
-    tensors = [tensor for _, tensor in flatten_tensors(arguments)]
-    return any(tensor.is_meta for tensor in tensors) or detect_fake_mode(tensors) is not None

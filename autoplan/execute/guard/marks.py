@@ -200,9 +200,7 @@ class Kept:
         module = model.get_submodule(name)
         if kind == _ATTRIBUTES:
             return vars(module)
-        return {
-            buffer: own_buffers(module).get(buffer) for buffer in transient_buffers(module)
-        }  # not those of checkpoints
+        return {name: own_buffers(module).get(name) for name in transient_buffers(module)}  # not those of checkpoints
 
     def hold(self, model: nn.Module) -> None:
         """Replace kept shards, since no code of the model runs from now on."""

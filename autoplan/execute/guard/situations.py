@@ -269,9 +269,8 @@ def _describe(value: Any, kind: list[Any], numbers: list[Any], depth: int) -> No
         kind += (type(value), len(value))
         for item in islice(value, _SIZES):
             _describe(item, kind, numbers, depth - 1)
-        kind.append(
-            tuple(item for item in islice(value, _SIZES, _MOST) if item is None or isinstance(item, bool | str))
-        )
+        rest = islice(value, _SIZES, _MOST)
+        kind.append(tuple(item for item in rest if item is None or isinstance(item, bool | str)))
     elif isinstance(value, set | frozenset):
         words = (str(item) for item in islice(value, _MOST) if isinstance(item, str | int | Enum))
         kind += (type(value), len(value), *sorted(words))

@@ -23,9 +23,7 @@ Pair = tuple[float, float]
 Differs = Callable[[], Callable[[Pair, Pair], None] | None]  # a weak reference: models and caches keep sizes
 WholeShapes = Callable[[torch.Tensor], Shape | None]  # None: cannot be told
 
-_KEEP_SHAPES = frozenset(
-    {"clone", "contiguous", "detach", "double", "dropout", "float", "half", "log_softmax", "softmax"}
-)
+_KEEP_SHAPES = {"clone", "contiguous", "detach", "double", "dropout", "float", "half", "log_softmax", "softmax"}
 
 
 class PartSize(int):
@@ -55,26 +53,6 @@ class PartSize(int):
                 differs(here, (whole, facing))
         return answer
 
-    __hash__ = int.__hash__
-
-    def __eq__(self, other: object) -> Any:
-        return self._answer(operator.eq, other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._answer(operator.ne, other)
-
-    def __lt__(self, other: int) -> Any:
-        return self._answer(operator.lt, other)
-
-    def __le__(self, other: int) -> Any:
-        return self._answer(operator.le, other)
-
-    def __gt__(self, other: int) -> Any:
-        return self._answer(operator.gt, other)
-
-    def __ge__(self, other: int) -> Any:
-        return self._answer(operator.ge, other)
-
     def __reduce__(self) -> Any:  # copies and pickles are plain ints
         return int, (int(self),)
 
@@ -90,6 +68,12 @@ def _computed(name: str, plain: Callable[[Any, Any], Any]) -> None:
     setattr(PartSize, name, operate)
 
 
+def _compared(ask: Any) -> None:
+    setattr(PartSize, f"__{ask.__name__}__", lambda self, other: self._answer(ask, other))
+
+
+for _ask in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+    _compared(_ask)
 for _name in ("add", "sub", "mul", "floordiv", "mod"):
     for _dunder in (f"__{_name}__", f"__r{_name}__"):
         _computed(_dunder, getattr(int, _dunder))

@@ -108,9 +108,7 @@ class Watch(Tracer):
         if ways is None and facts.code in self.guard.listeners.codes:
             follower.known = _EVERY
             self._hook(frame)
-        elif not self.guard.compares or not self.guard.kernels.isdisjoint(
-            (*frame.f_code.co_names, frame.f_code.co_name)
-        ):
+        elif not (self.guard.compares and self.guard.kernels.isdisjoint({*facts.code.co_names, facts.code.co_name})):
             follower.known = _EVERY
         elif ways is None:
             follower.known = set()
@@ -179,13 +177,10 @@ class Watch(Tracer):
             self._touch_above(frame.f_back)
             module, planned = frame.f_locals["self"], self.guard.planned
             name = self.guard.name_of(module) if module not in planned else ""  # unless the forward made the module
-            if (
-                name and planned.isdisjoint(module.modules()) and self.marks.kind_in(arguments) == PART
-            ):  # else a wrapper
-                text = (
-                    f"{name} ({type(module).__name__}) was added after the model was sharded, and receives {ONE_PART}"
-                )
-                self.exits[text] = "add it before sharding, and plan again"
+            added = name and planned.isdisjoint(module.modules())  # else a wrapper
+            if added and self.marks.kind_in(arguments) == PART:
+                text = f"{name} ({type(module).__name__}) was added after the model was sharded, and receives"
+                self.exits[f"{text} {ONE_PART}"] = "add it before sharding, and plan again"
         if not self.guard.compares or id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
             return None
         frame.f_trace_lines = frame.f_trace_opcodes = False

@@ -110,6 +110,7 @@ def _block(planned: ParallelBlock, at: At) -> Around:
 # handled. There every pair stays: a foreign one goes to some local expert with the weight zero. Both give the same
 # numbers, the second at the price of results that are discarded.
 
+_ABSENT = object()  # of an attribute that a module lacks
 _TOKENS_AND_CHOICES = 2  # dims of an index of experts per token
 
 
@@ -149,9 +150,11 @@ class ExpertsOfARank:
         if pairs is None:
             return output
         rows, count = pairs
-        return change_at(
-            output, self.site.output, lambda x: x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x), self.where
-        )
+
+        def put(x: torch.Tensor) -> torch.Tensor:
+            return x.new_zeros(count, *x.shape[1:]).index_add(0, rows, x)
+
+        return change_at(output, self.site.output, put, self.where)
 
     def _own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens of tokens that are sorted by expert."""
@@ -202,40 +205,24 @@ def _pairs(foreign: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tenso
 @executes(IntegerEdit)
 def _edit(edit: IntegerEdit, at: At) -> Callable[[], None]:
     """Set one integer and return a function that undoes it. A shared holder is copied for this module alone."""
-    holder, key, name, rank = edit.holder, edit.attribute, at.name, at.group.rank
-    state = at.module.__dict__
-    if holder:
-        if holder not in state:
-            raise _mismatch(name, edit, "no such attribute")
-        shared = state[holder]
-        own = at.running.copy_holder(shared, key)
-        _set(own.__dict__, key, name, edit, rank)
-        state[holder] = own
-        return lambda: state.__setitem__(holder, shared)
-    before = state.get(key)
-    _set(state, key, name, edit, rank)
-    return lambda: state.__setitem__(key, before)
-
-
-def _set(state: dict[str, Any], key: str, name: str, edit: IntegerEdit, rank: int) -> None:
-    if key not in state:
-        raise _mismatch(name, edit, "no such attribute")
-    new = edit.on_rank(rank)
-    stored = state[key]
+    state, name, new = at.module.__dict__, edit.holder or edit.attribute, edit.on_rank(at.group.rank)
+    before = state.get(name)
+    own = state if not edit.holder else vars(before) if name in state else {}
+    stored = own.get(edit.attribute, _ABSENT)
+    value: Any = new
     if edit.index is None:
-        if stored != edit.old:
-            raise _mismatch(name, edit, f"it is {stored!r}")
-        state[key] = new
-        return
-    if not isinstance(stored, (list, tuple)) or stored[edit.index] not in (edit.old, new):
-        raise _mismatch(name, edit, f"it is {stored!r}")
-    items = list(stored)
-    items[edit.index] = new
-    state[key] = type(stored)(items)
-
-
-def _mismatch(name: str, edit: IntegerEdit, reason: str) -> PlanMismatchError:
-    return PlanMismatchError(
-        f"the plan changes {name or 'the model'}.{edit.name} from {edit.old} to {edit.new}, but {reason}",
-        hint="the plan was made for another model, or the model is already sharded; plan this one again",
-    )
+        fits = stored == edit.old
+    elif fits := isinstance(stored, (list, tuple)) and stored[edit.index] in (edit.old, new):
+        items = list(stored)
+        items[edit.index] = new
+        value = type(stored)(items)
+    if not fits:
+        reason = "no such attribute" if stored is _ABSENT else f"it is {stored!r}"
+        raise PlanMismatchError(
+            f"the plan changes {at.where}.{edit.name} from {edit.old} to {edit.new}, but {reason}",
+            hint="the plan was made for another model, or the model is already sharded; plan this one again",
+        )
+    if edit.holder:
+        state[name] = at.running.copy_holder(before, edit.attribute)
+    (vars(state[name]) if edit.holder else state)[edit.attribute] = value
+    return lambda: state.__setitem__(name, before)

@@ -12,7 +12,6 @@ does at its own edges is done there alone. What ranks compute at the edges betwe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.nested import change_at, change_input
 from autoplan.common.torch_internals import is_fake, outside_of_modes
 from autoplan.execute.collectives import RankGroup, Recorded, take_rows
-from autoplan.execute.executors import Around, At, executes, other_branch
+from autoplan.execute.executors import Around, At, executes, other_branch, runs
 from autoplan.execute.guard.marks import as_given, looking_on
 from autoplan.execute.hooks.exchange import exchanged, pad, positions_of_a_rank
 from autoplan.execute.hooks.sequence import SequenceShard, gather_sum, mark_shard
@@ -133,46 +132,42 @@ _AFTER_VALUES = ("attn_mask", "dropout_p", "is_causal")
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-@executes(AttendAcross)
-def _attend(planned: AttendAcross, at: At) -> Callable[[Any, Any, Any], Any]:
+@runs(AttendAcross)
+def _attend(planned: AttendAcross, at: At, func: Any, args: Any, kwargs: Any) -> Any:
     running, group, name, where = at.running, at.group, planned.sequence.name, f"{at.where}: {planned.site}"
     fused = call_record(planned.site.function).causal is not None  # else it projects, and the batch comes second
-
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
-        if fused:
-            options: dict[str, Any] = dict(zip(_AFTER_VALUES, args[3:], strict=False)) | kwargs
-        else:
-            options = _SIGNATURE.bind(*args, **kwargs).arguments
-        (query, key, value), length = args[:3], running.lengths[name]
-        dim = -2 if fused or query.dim() == 2 else -3
-        own = positions_of_a_rank(length, group)
-        given, mask = [x.size(dim) for x in (query, key, value)], options.get("attn_mask")
-        if given != [own] * 3 or (mask is not None and mask.size(-2) not in (1, length)):
-            given += [] if mask is None else [mask.size(-2)]
-            raise other_branch(
-                f"{where} gets {given} positions, and a rank has {own} of {length} (a cache? "
-                f"{conventions().cache_switch}=False)"
-            )
-        if own == 1 < length:
-            raise other_branch(f"{where}: a rank has one of {length} positions, which code often treats apart")
-        end = min((group.rank + 1) * own, length)
-        count = max(1, end - group.rank * own)  # without padding; a rank that has nothing else keeps one
-        keys = gather_sum(key, dim, length, group)
-        values = keys if value is key else gather_sum(value, dim, length, group)
-        query = query.narrow(dim, 0, count)
-        if mask is not None and mask.size(-2) != 1:
-            options |= {"attn_mask": take_rows(mask, -2, range(end - count, end)), "is_causal": False}
-        elif fused and mask is None and options.get("is_causal"):  # later keys are seen by none of these
-            keys, values = keys[..., :end, :], values[..., :end, :]
-            options |= _causal_of_the_last(count, end, query)
-        if fused:
-            seen, more = func(query, keys, values, **options), ()
-        else:
-            seen, *more = func(**options | {"query": query, "key": keys, "value": values})
-        padded = pad(seen.movedim(dim, 0), own, values=True).movedim(0, dim)
-        return padded if fused else (padded, *more)
-
-    return run
+    if fused:
+        options: dict[str, Any] = dict(zip(_AFTER_VALUES, args[3:], strict=False)) | kwargs
+    else:
+        options = _SIGNATURE.bind(*args, **kwargs).arguments
+    (query, key, value), length = args[:3], running.lengths[name]
+    dim = -2 if fused or query.dim() == 2 else -3
+    own = positions_of_a_rank(length, group)
+    given, mask = [x.size(dim) for x in (query, key, value)], options.get("attn_mask")
+    if given != [own] * 3 or (mask is not None and mask.size(-2) not in (1, length)):
+        given += [] if mask is None else [mask.size(-2)]
+        raise other_branch(
+            f"{where} gets {given} positions, and a rank has {own} of {length} (a cache? "
+            f"{conventions().cache_switch}=False)"
+        )
+    if own == 1 < length:
+        raise other_branch(f"{where}: a rank has one of {length} positions, which code often treats apart")
+    end = min((group.rank + 1) * own, length)
+    count = max(1, end - group.rank * own)  # without padding; a rank that has nothing else keeps one
+    keys = gather_sum(key, dim, length, group)
+    values = keys if value is key else gather_sum(value, dim, length, group)
+    query = query.narrow(dim, 0, count)
+    if mask is not None and mask.size(-2) != 1:
+        options |= {"attn_mask": take_rows(mask, -2, range(end - count, end)), "is_causal": False}
+    elif fused and mask is None and options.get("is_causal"):  # later keys are seen by none of these
+        keys, values = keys[..., :end, :], values[..., :end, :]
+        options |= _causal_of_the_last(count, end, query)
+    if fused:
+        seen, more = func(query, keys, values, **options), ()
+    else:
+        seen, *more = func(**options | {"query": query, "key": keys, "value": values})
+    padded = pad(seen.movedim(dim, 0), own, values=True).movedim(0, dim)
+    return padded if fused else (padded, *more)
 
 
 def _causal_of_the_last(count: int, end: int, query: torch.Tensor) -> dict[str, Any]:

@@ -148,11 +148,6 @@ class Worker(Hooks):
             take_into_graphs(self.module)
 
     @property
-    def can_move(self) -> bool:
-        """Return whether the worker acts on inputs and outputs only, and so may serve another module."""
-        return self.calls is None and not self.work.framed and not self.work.random
-
-    @property
     def needs_cleanup(self) -> bool:
         return bool(self.calls or self.work.framed or self.work.random or self.beginning or self.ending)
 
@@ -165,7 +160,7 @@ class Worker(Hooks):
                 "code does not show",
                 hint="compile the model, or a block around that module: both leave it out, and it runs as it is",
             )
-        return unwatched(self._before, args, kwargs) if torch.compiler.is_compiling() else self._before(args, kwargs)
+        return unwatched(self._before, args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> Any:
         if self.entering:
@@ -190,14 +185,12 @@ class Worker(Hooks):
         for begin in self.beginning:
             begin()
         if self.calls is not None:
-            mode = self.calls.mode()
+            mode = ModuleMode(self.calls)
             mode.__enter__()
             self.entered.append(mode)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self.running.runs_whole:
-            return output
-        return unwatched(self._after, output) if torch.compiler.is_compiling() else self._after(output)
+        return output if self.running.runs_whole else unwatched(self._after, output)
 
     def _after(self, output: Any) -> Any:
         with DisableTorchFunction():
@@ -206,12 +199,8 @@ class Worker(Hooks):
         return output
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self.opened:
-            return
-        if torch.compiler.is_compiling():
+        if self.opened:
             unwatched(self._close, output)
-        else:
-            self._close(output)
 
     def _close(self, output: Any) -> None:
         if self.calls is not None:

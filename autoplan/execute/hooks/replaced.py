@@ -17,7 +17,8 @@ from autoplan.execute.executors import Running, cannot_be_pickled
 from autoplan.execute.hooks.install import Worker, listen
 from autoplan.execute.hooks.root import Root
 from autoplan.execute.vocabulary.split_logits import columns_in
-from autoplan.patches.classes import give_class, subclass_of
+from autoplan.patches.classes import give_class, reduced, subclass_of
+from autoplan.values import Runtime
 from autoplan.values import SplitLogits as LogitsHead
 
 # Replaced modules of a sharded model: their hooks move to the replacement, or the change is refused.
@@ -67,10 +68,7 @@ def _watching(cls: Any) -> type[nn.Module]:
         super(subclass, self).__setattr__(name, value)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        rebuild, arguments, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
-        if getattr(rebuild, "__name__", "") == "__newobj__" and arguments == (subclass,):
-            return (_rebuild, (_Kind(cls),), *rest)
-        return (rebuild, arguments, *rest)
+        return reduced(subclass, _rebuild, (_Kind(cls),), self, protocol)
 
     subclass: Any = subclass_of(cls, {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
     return subclass
@@ -110,7 +108,7 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
         owners = [getattr(hook, "__self__", None) for hook in forward_hooks(old)[1].values()]
         workers = {id(owner): owner for owner in owners if isinstance(owner, Worker)}
         for worker in list(workers.values()):
-            if not worker.can_move:
+            if worker.calls is not None or worker.work.framed or worker.work.random:  # more than inputs and outputs
                 raise AutoplanError(
                     f"{where}: the plan rewrites calls inside this {type(old).__name__}, which is being removed",
                     hint="merge in place (model.merge_adapter()), or save the adapter and merge it unsharded",
@@ -142,7 +140,7 @@ def install_inner_entries(
     above = {name[:at] for name in at_heads for at, letter in enumerate(name) if letter == "."}
     handles = []
     for name in sorted((above & set(modules)) | set(at_heads)):
-        handles += _InnerEntry(modules[name], (), [], running, random).listen(modules[name])
+        handles += _InnerEntry(modules[name], running, random, Runtime(), None).listen(modules[name])
     return handles
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -14,18 +14,10 @@ import autoplan.execute.hooks.carried_out  # noqa: F401 - registers the executor
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
-from autoplan.common.nested import (
-    change_at,
-    flatten_tensors,
-    is_other_form,
-    left_out_of,
-    other_forms,
-    signature_names,
-)
+from autoplan.common.nested import change_at, flatten_tensors, is_other_form, left_out_of, other_forms, signature_names
 from autoplan.common.torch_internals import DisableTorchFunction, called_by_compiled_code, runs_compiled
 from autoplan.execute.checkpointing.policies import is_cache
 from autoplan.execute.collectives import gather_pieces, mesh_device
-from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.sizes import plain_sizes
@@ -40,6 +32,7 @@ from autoplan.values import (
     AttendAcross,
     Boundary,
     Exchange,
+    Instruction,
     LogitsOfPositions,
     Plan,
     ReduceScatterSequence,
@@ -49,24 +42,10 @@ from autoplan.values import (
 from autoplan.values import SplitLogits as LogitsHead
 
 
-def install_root(
-    model: nn.Module,
-    heads: tuple[LogitsHead, ...],
-    outputs: list[Boundary],
-    running: Running,
-    random: tuple[bool, bool],
-    seen: Runtime,
-    guard: PathGuard | None = None,
-) -> list[RemovableHandle]:
-    """Install the hooks of the model's own entry and exit: shared randomness, logits, other replicated outputs.
-
-    `random`: whether the model draws random numbers when its rates say so, and whether it does in eval mode too.
-    `seen`: its inputs and outputs when the plan was made. `guard`: the guard of code paths.
-    """
-    root = Root(model, heads, outputs, running, random, seen, guard)
-    running.draws = root.always or (root.random and may_draw(model))
-    running.randomness.always = root.always
-    return root.listen(model)
+def is_at_exit(instruction: Instruction) -> bool:
+    """Return whether a boundary is handled where the model returns, not by a hook of its own."""
+    at_exit = isinstance(instruction, Boundary) and instruction.at_exit and instruction.side == "output"
+    return at_exit and not instruction.pattern
 
 
 def _counts(model: nn.Module) -> dict[str, int]:
@@ -87,9 +66,8 @@ def _refuse_compiled_moves(model: nn.Module) -> None:
         return
     name, at = found or ("", "")
     what = f"{name} (positions are moved at {at})" if name and at != name else name or "the model"
-    free = next(
-        (name for name, part in model.named_modules() if next(part.children(), None) and not moved_inside(part)), ""
-    )
+    blocks = ((name, part) for name, part in model.named_modules() if next(part.children(), None))
+    free = next((name for name, part in blocks if not moved_inside(part)), "")
     raise PlanMismatchError(
         f"{what} is compiled, which is not supported over cp: compiled code cannot read a stream of which each rank "
         "holds its own positions",
@@ -99,32 +77,29 @@ def _refuse_compiled_moves(model: nn.Module) -> None:
 
 
 class Root(Hooks):
-    """The hooks of a model's entry and exit; only the outermost of nested runs counts."""
+    """The hooks of a model's own entry and exit: shared randomness, logits, other replicated outputs. Only the
+    outermost of nested runs counts.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        heads: tuple[LogitsHead, ...],
-        outputs: list[Boundary],
-        running: Running,
-        random: tuple[bool, bool],
-        seen: Runtime = Runtime(),  # noqa: B008 - frozen
-        guard: PathGuard | None = None,
-    ) -> None:
-        self.running, self.heads = running, heads
-        self.random, self.always = random
+    `draws`: whether the model draws random numbers when its rates say so, and whether it does in eval mode too.
+    `seen`: its inputs and outputs when the plan was made. `guard`: the guard of code paths.
+    """
+
+    def __init__(self, model: nn.Module, running: Running, draws: tuple[bool, bool], seen: Runtime, guard: Any) -> None:
+        self.running, self.heads = running, seen.of(LogitsHead)
+        self.random, self.always = draws
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
+        outputs = [boundary for boundary in seen.of(Boundary) if is_at_exit(boundary)]
         self.forms = {*running.outputs, *(output.path for output in outputs)}
         self.outputs = [(one.path, execute(one, at)) for one in outputs]
-        self.unseen = UnseenOutputs(seen.outputs, seen.shapes, self.names, running.group)
+        self.unseen = UnseenOutputs(seen, self.names, running.group)
         self.unseen.partial = running.context
         self.target_words = conventions().target_words
         own = seen.of(LogitsOfPositions)
-        self.returns_loss = any(not head.outputs for head in heads) or any(not logits.returned for logits in own)
+        self.returns_loss = any(not head.outputs for head in self.heads) or any(not logits.returned for logits in own)
         self.given = seen.given  # the arguments that the plan has seen
         self.unsummed = seen.unsummed  # those of which the plan sums no gradient
-        self.guard = guard
+        self.guard: PathGuard | None = guard
         self.counts = _counts(model) if running.context else {}
         self.may_pick = bool(seen.of(AllGatherPicked))  # are positions gathered where an argument picks some?
 
@@ -255,7 +230,8 @@ class Root(Hooks):
         if self.running.depth == 0 and self.running.can_run_whole:
             if not self.running.runs_whole:
                 returned = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
-                mark_caches((*args, *kwargs.values(), *returned))
+                for value in filter(is_cache, (*args, *kwargs.values(), *returned)):
+                    setattr(value, _MARK, True)
             self.running.runs_whole = False
         if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
             self.guard.abandon()
@@ -298,10 +274,3 @@ def runs_whole(arguments: dict[str, Any]) -> bool:
     own = any(own_of(tensor) is not None for _, tensor in flatten_tensors(arguments))
     wanted = bool(caches) or arguments.get(switch) is True
     return wanted and not (own or torch.is_grad_enabled() or torch.compiler.is_compiling())
-
-
-def mark_caches(values: Iterable[Any]) -> None:
-    """Mark the caches of a call that ran on own positions."""
-    for value in values:
-        if is_cache(value):
-            setattr(value, _MARK, True)

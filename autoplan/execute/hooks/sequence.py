@@ -12,7 +12,7 @@ from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.torch_internals import collectives_by_name
 from autoplan.execute.collectives import RankGroup, Recorded, copy_to_ranks, sent, sum_over_ranks
-from autoplan.execute.executors import At, Running, executes
+from autoplan.execute.executors import At, Running, executes, runs
 from autoplan.execute.hooks.exchange import ToPieces, ToPositions, pad, positions_of_a_rank
 from autoplan.execute.vocabulary.own_positions import OwnStream, leave_positions, own_of, own_stream
 from autoplan.values import (
@@ -176,7 +176,7 @@ def _scatter(planned: ScatterSequence, at: At) -> Change:
         running.lengths[sequence.name] = length
         return scatter(x, dim, group)
 
-    flat = _flattened(lambda x, dim, length: scatter(x, dim, group), planned, running, of_shards=False)
+    flat = _move(lambda x, dim, length: scatter(x, dim, group), planned, running, of_shards=False)
     run = flat if sequence.flattened else cut
     shard = SequenceShard(dim, sequence)
     return lambda x: mark_shard(run(x), shard)
@@ -196,7 +196,7 @@ def _own(planned: OwnPositions, at: At) -> Change:
         length = running.lengths[sequence.name] = x.size(dim) if shard is None else shard.length
         return own(x, dim, length) if shard is None else shard.own
 
-    run = _flattened(own, planned, running, of_shards=False) if sequence.flattened else cut
+    run = _move(own, planned, running, of_shards=False) if sequence.flattened else cut
     shard = SequenceShard(dim, sequence)
     return lambda x: mark_shard(run(x), shard)
 
@@ -235,34 +235,30 @@ def _reduce_scatter(planned: ReduceScatterSequence, at: At) -> Change:
     group, dim = at.group, planned.dim
     if not planned.sequence.flattened:
         return lambda x: reduce_scatter(x, dim, group)
-    return _flattened(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shards=False)
+    return _move(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shards=False)
 
 
-@executes(ReduceScatterCall)
-def _call_to_positions(planned: ReduceScatterCall, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
-    return lambda func, args, kwargs: reduce_scatter(func(*args, **kwargs), planned.dim, at.group)
+@runs(ReduceScatterCall)
+def _call_to_positions(planned: ReduceScatterCall, at: At, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    return reduce_scatter(func(*args, **kwargs), planned.dim, at.group)
 
 
-@executes(CallOverPositions)
-def _call_over_positions(planned: CallOverPositions, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
+@runs(CallOverPositions)
+def _call_over_positions(planned: CallOverPositions, at: At, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
-
-    def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        if running.runs_whole:
-            return func(*args, **kwargs)
-        length = running.lengths[sequence.name]
-        piece = positions_of_a_rank(length, group)
-        own = min(max(length - group.rank * piece, 0), piece)  # without those that pad
-        x = (args or (kwargs["input"],))[0]
-        parts = x.unflatten(dim, (-1, piece)) if sequence.flattened else x
-        parts = parts.narrow(dim, 0, own)
-        parts = parts.flatten(dim - 1, dim) if sequence.flattened else parts
-        result = func(parts, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
-        if planned.mean:  # of no position it is NaN
-            result = (result if own else result.nan_to_num()) * (own / length)
-        return copy_to_ranks(sum_over_ranks(result, group), group)
-
-    return run
+    if running.runs_whole:
+        return func(*args, **kwargs)
+    length = running.lengths[sequence.name]
+    piece = positions_of_a_rank(length, group)
+    own = min(max(length - group.rank * piece, 0), piece)  # without those that pad
+    x = (args or (kwargs["input"],))[0]
+    parts = x.unflatten(dim, (-1, piece)) if sequence.flattened else x
+    parts = parts.narrow(dim, 0, own)
+    parts = parts.flatten(dim - 1, dim) if sequence.flattened else parts
+    result = func(parts, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+    if planned.mean:  # of no position it is NaN
+        result = (result if own else result.nan_to_num()) * (own / length)
+    return copy_to_ranks(sum_over_ranks(result, group), group)
 
 
 OwnStream.gather = staticmethod(gather_sum)
@@ -301,20 +297,14 @@ def gather_shard(x: torch.Tensor, shard: SequenceShard, running: Running) -> tor
     return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running)(x)
 
 
-def _move(move: Move, planned: SequenceBoundary, running: Running) -> Change:
-    """A move of a rank's shard."""
-    if planned.sequence.flattened:
-        return _flattened(move, planned, running, of_shards=True)
-    dim, name = planned.dim, planned.sequence.name
-    return lambda x: move(x, dim, running.lengths[name])
-
-
-def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
-    """Run a move where batch and sequence share one dim, sequence minor. `of_shards`: whether the input is a shard."""
-    dim, name = planned.dim, planned.sequence.name
+def _move(move: Move, planned: SequenceBoundary, running: Running, of_shards: bool = True) -> Change:
+    """Run a move, also where batch and sequence share one dim, sequence minor. `of_shards`: is the input a shard?"""
+    dim, sequence = planned.dim, planned.sequence
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        length = running.lengths[name]
+        length = running.lengths[sequence.name]
+        if not sequence.flattened:
+            return move(x, dim, length)
         local_length = positions_of_a_rank(length, running.sequence) if of_shards else length
         at = dim % x.dim()
         apart = x.unflatten(at, (-1, local_length)).movedim(at + 1, -1)

@@ -6,6 +6,7 @@ import dis
 import linecache
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import FrameType, TracebackType
@@ -41,7 +42,7 @@ from autoplan.execute.collectives import (
     scale_gradient,
 )
 from autoplan.execute.parameters.held import record_of
-from autoplan.values import AllReduceGradient, Constant, OutputShape, Runtime
+from autoplan.values import AllReduceGradient, Constant, Runtime
 
 # What no recorded call did, where hooks can detect it. No instruction of a plan covers any of this.
 #
@@ -141,13 +142,11 @@ _OF_LAYERS = 3  # depth of a cache in tuples: the keys of a layer
 
 
 class UnseenOutputs:
-    """A check of the model's outputs. `seen`: the paths that the plan knows; `shapes`: the recorded sizes of dims that
+    """A check of the model's outputs. `seen`: the outputs that the plan knows, and the recorded sizes of dims that
     weights determine; `names`: the arguments of forward, since caches come out and go in."""
 
-    def __init__(
-        self, seen: Iterable[Path], shapes: Iterable[OutputShape], names: Iterable[str], group: RankGroup
-    ) -> None:
-        self.seen, self.shapes = frozenset(seen), {shape.path: shape for shape in shapes}
+    def __init__(self, seen: Runtime, names: Iterable[str], group: RankGroup) -> None:
+        self.seen, self.shapes = frozenset(seen.outputs), {shape.path: shape for shape in seen.shapes}
         self.by_name = any(path and isinstance(path[0], str) for path in self.seen)
         self.names, self.group = frozenset((name,) for name in names), group
         self.whole: set[tuple[Any, ...]] = set()  # compared before and found replicated
@@ -291,7 +290,7 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
     if not own or any(step.tb_frame.f_code.co_filename.startswith(_DISTRIBUTED) for step in steps[own[-1] :]):
         return None
-    above = list(_callers(sys._getframe(1)))
+    above = list(traceback.walk_stack(sys._getframe(1)))  # nearest first
     within = [(step.tb_frame, step.tb_lineno) for step in steps[own[-1] :]]
     before = [*reversed(above), *((step.tb_frame, step.tb_lineno) for step in steps[: own[-1]])]
     place = _innermost(within)
@@ -301,9 +300,8 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
         return None
     module = steps[own[-1]].tb_frame.f_locals["self"]
     outer = (frame.f_locals.get("self") for frame, _ in reversed(above))
-    root = next(
-        (candidate for candidate in outer if isinstance(candidate, nn.Module) and module in candidate.modules()), model
-    )
+    roots = (candidate for candidate in outer if isinstance(candidate, nn.Module) and module in candidate.modules())
+    root = next(roots, model)
     name = next((name for name, part in root.named_modules() if part is module), "")
     message = (str(error).strip() or "no message").splitlines()[0]
     return PlanMismatchError(
@@ -337,13 +335,9 @@ def _runs_on_shards(step: TracebackType) -> bool:
     module = frame.f_locals.get("self")
     if not isinstance(module, nn.Module) or frame.f_code.co_filename.startswith((_OURS, _CALLS)):
         return False
-    records = (record_of(part) for part in module.modules())
-    return any(
-        parameter.dim is not None or parameter.read is not None
-        for record in records
-        if record is not None
-        for parameter in record.parameters.values()
-    )
+    records = (record for part in module.modules() if (record := record_of(part)) is not None)
+    parameters = (held for record in records for held in record.parameters.values())
+    return any(held.dim is not None or held.read is not None for held in parameters)
 
 
 def _has_right_dtype(frame: FrameType) -> bool:
@@ -355,13 +349,6 @@ def _has_right_dtype(frame: FrameType) -> bool:
         return not any(dtype.is_floating_point for dtype in dtypes)
     own = {parameter.dtype for parameter in own_parameters(layer).values() if parameter is not None}
     return own.issuperset(dtypes)
-
-
-def _callers(frame: FrameType | None) -> Iterator[Line]:
-    """Yield the calling frames, nearest first."""
-    while frame is not None:
-        yield frame, frame.f_lineno
-        frame = frame.f_back
 
 
 def _innermost(lines: list[Line]) -> Line | None:

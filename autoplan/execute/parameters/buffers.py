@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,16 +35,7 @@ from autoplan.execute.parameters.state_dict import whole_tensor
 # are all NaN and take no memory: an adapter computed from weights is NaN as well.
 
 
-@dataclass(frozen=True)
-class Rebuilt:
-    """A rebuilt tensor, and the place that it belongs to."""
-
-    where: dict[str, Any]
-    name: str
-    value: torch.Tensor
-
-    def put(self) -> None:
-        self.where[self.name] = self.value
+Rebuilt = tuple[dict[str, Any], str, torch.Tensor]  # the place that a tensor belongs to, and the tensor
 
 
 def rebuild_buffers(model: nn.Module) -> None:
@@ -73,13 +63,13 @@ def rebuild_buffers(model: nn.Module) -> None:
         if own_buffers(module).get(name) is not None
     }
     passing = [*wanted.values(), *(place for place in _passing_meta(model) if place[::2] not in wanted)]
-    for rebuilt in _rebuilt(model, passing, device):
-        rebuilt.put()
+    for where, name, value in _rebuilt(model, passing, device):
+        where[name] = value
 
 
 def rebuilt_passing_tensors(model: nn.Module, device: torch.device) -> list[Rebuilt]:
     """Return a replacement for every meta tensor that no checkpoint holds: non-persistent buffers, and tensors in plain
-    attributes. The model does not change before they are `put`."""
+    attributes. The model does not change before they are put in their places."""
     return _rebuilt(model, list(_passing_meta(model)), device)
 
 
@@ -119,9 +109,9 @@ def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device:
             record, old = record_of(module), own_buffers(module)[name]
             held = record.buffers.get(name) if record is not None else None
             value = held.buffer(value) if held is not None else value
-            places.append(Rebuilt(own_buffers(module), name, value.to(old.dtype) if old is not None else value))
+            places.append((own_buffers(module), name, value.to(old.dtype) if old is not None else value))
         else:
-            places.append(Rebuilt(module.__dict__, name, value))
+            places.append((module.__dict__, name, value))
     return places
 
 

@@ -376,16 +376,9 @@ class _SumRows(Recorded):
     """Sums each row with several holders over them; its backward is `SumSharedRows`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        group: RankGroup,
-        dim: int,
-        positions: tuple[int, ...],
-        places: tuple[int, ...],
-        count: int,
-    ) -> torch.Tensor:
-        ctx.how = group, dim, positions, places, count
+    def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
+        ctx.how = how
+        group, dim, positions, places, count = how
         shape = list(x.shape)
         shape[dim] = count
         parts, summed = x.new_zeros(shape), x.clone()

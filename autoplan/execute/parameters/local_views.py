@@ -46,17 +46,10 @@ from autoplan.execute.collectives import (
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
-from autoplan.execute.parameters.held import (
-    Held,
-    SumSharedRows,
-    is_local_of,
-    part_of_whole,
-    record_of,
-    sum_together,
-)
+from autoplan.execute.parameters.held import Held, SumSharedRows, is_local_of, part_of_whole, record_of, sum_together
 from autoplan.execute.parameters.new_forward import has_new_forward, is_read_by_a_new_forward
 from autoplan.execute.parameters.state_dict import gathered, local_piece
-from autoplan.patches.classes import subclass_of
+from autoplan.patches.classes import reduced, subclass_of
 
 
 def local_view(
@@ -151,9 +144,8 @@ class _ToLocal(Recorded):
             gradient = gradient.full_tensor()
         gradient, spec = gradient.to_dense() if gradient.is_sparse else gradient, ctx.spec  # DTensors are dense
         if recorded_again() or gradient.dtype != spec.tensor_meta.dtype:
-            return DTensor.from_local(
-                gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-            )
+            layout: Any = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+            return DTensor.from_local(gradient, spec.mesh, spec.placements, **layout)
         if gradient.stride() != ctx.stride:  # a gradient has the strides of its parameter
             gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
         return DTensor(gradient, spec, requires_grad=False)
@@ -384,15 +376,7 @@ def _flat_weights_property() -> property:
 
 def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
     """Return a `__reduce_ex__` that rebuilds the subclass, which copies and pickles cannot find by its name."""
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        subclass: Any = view_class(cls, names)
-        rebuild, arguments, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
-        if getattr(rebuild, "__name__", "") == "__newobj__" and arguments == (subclass,):
-            return (_rebuild, (cls, names), *rest)
-        return (rebuild, arguments, *rest)  # a subclass of ours, or a class that rebuilds itself
-
-    return __reduce_ex__
+    return lambda self, protocol: reduced(view_class(cls, names), _rebuild, (cls, names), self, protocol)
 
 
 def _rebuild(cls: type, names: tuple[str, ...]) -> nn.Module:

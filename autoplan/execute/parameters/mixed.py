@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
@@ -32,7 +32,7 @@ from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.torch_internals import backward_hooks, local_part, local_spec, place_local, schema_of
 from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, in_backward
 from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of, units_of
-from autoplan.execute.parameters.picked import held_of_memory, marked_modules
+from autoplan.execute.parameters.picked import held_of_memory, modules_on
 from autoplan.execute.parameters.state_dict import local_piece, whole_tensor
 from autoplan.patches.mixed_ops import NOT_OURS
 
@@ -40,7 +40,7 @@ from autoplan.patches.mixed_ops import NOT_OURS
 def mixed(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
     """Return the result of an op on DTensors and plain tensors; NOT_OURS if they are not those of a sharded model. No
     op: return whether it would be."""
-    owners = [module for module in marked_modules() if _lies_on(module, mesh)]
+    owners = modules_on(mesh)
     if not owners or torch.compiler.is_compiling():
         return NOT_OURS
     if op is None:
@@ -57,18 +57,12 @@ def in_place(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else None
     if not isinstance(x, DTensor) or x.requires_grad or not any(placed.is_partial() for placed in x.placements):
         return NOT_OURS
-    if not any(_lies_on(module, mesh) for module in marked_modules()):
+    if not modules_on(mesh):
         return NOT_OURS
     placements = [Replicate() if placed.is_partial() else placed for placed in x.placements]
     summed = x.redistribute(placements=placements)
     place_local(x, local_part(summed), local_spec(summed))
     return op(*args, **kwargs)
-
-
-def _lies_on(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Return whether a module has parameters on this mesh; not those of another rank that is a thread."""
-    meshes = (p.device_mesh for p in _parameters([module]))
-    return any(other == mesh and other.get_coordinate() == mesh.get_coordinate() for other in meshes)
 
 
 def _is_same_on_ranks(x: DTensor) -> bool:
@@ -124,8 +118,9 @@ def _on_full_tensors(op: Any, owners: list[nn.Module], args: Any, kwargs: Any) -
             return x
         if id(x) not in wholes:
             held = _how_it_lies(op, x, owners)
-            if x.requires_grad and torch.is_grad_enabled():
-                _hand_pieces(x, held, units)
+            hooks = (backward_hooks(x) or {}).values()
+            if x.requires_grad and torch.is_grad_enabled() and not any(isinstance(hook, _Pieces) for hook in hooks):
+                x.register_hook(_Pieces(x, held, units))  # a parameter is hooked once
             wholes[id(x)] = whole_tensor(x, held), x, held
         return wholes[id(x)][0]
 
@@ -147,14 +142,8 @@ def _write_back(x: DTensor, whole: torch.Tensor, _: DTensor, held: Held | None) 
             f"a tensor of {list(x.shape)}, {x.placements}, is changed in place by plain tensors",
             hint="change it out of place",
         )
-    local_part(x).copy_(_piece(whole, held, x.device_mesh, x.placements))
+    local_part(x).copy_(local_piece(whole, held, x.device_mesh, x.placements))
     torch.autograd.graph.increment_version(x)
-
-
-def _piece(whole: torch.Tensor, held: Held | None, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
-    if held is not None:
-        return local_piece(whole, held, mesh, placements)
-    return local_part(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None))
 
 
 # Tensors of which the rows are in rank order.
@@ -164,7 +153,7 @@ def ordered(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
     """Return the result of an op that depends on the order of rows (a cumulative sum), computed on full tensors if a
     tensor may have the rows of a parameter that is kept in rank order."""
     tensors = [x for _, x in flatten_tensors((args, kwargs)) if isinstance(x, DTensor)]
-    owners = [module for module in marked_modules() if _lies_on(module, mesh)]
+    owners = modules_on(mesh)
     if torch.compiler.is_compiling() or not any(_may_be_in_rank_order(x, owners) for x in tensors):
         return NOT_OURS
     return _on_full_tensors(op, owners, args, kwargs)
@@ -207,15 +196,10 @@ def _how_it_lies(op: Any, x: DTensor, owners: list[nn.Module]) -> Held | None:
 # Gradients.
 
 
-def _hand_pieces(x: DTensor, held: Held | None, units: int) -> None:
-    """Make a full gradient of a DTensor one that lies as it does, on the mesh of which FSDP2 has the first `units`
-    dims. A parameter is hooked once."""
-    hooks = (backward_hooks(x) or {}).values()
-    if not any(isinstance(hook, _Pieces) for hook in hooks):
-        x.register_hook(_Pieces(x, held, units))
-
-
 class _Pieces:
+    """Makes a full gradient of a DTensor one that lies as it does, on the mesh of which FSDP2 has the first `units`
+    dims."""
+
     def __init__(self, x: DTensor, held: Held | None, units: int) -> None:
         self.held, self.units = held, units
         self.how, self.shape, self.stride = _how(x), x.shape, x.stride()
@@ -229,7 +213,7 @@ class _Pieces:
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         if isinstance(gradient, DTensor):
             return gradient
-        return _Piece.apply(gradient, self.held, self.units, *self.how, self.shape, self.stride)
+        return _Piece.apply(gradient, self.held, self.units, self.how, self.shape, self.stride)
 
 
 _expected: weakref.WeakSet[_Pieces] = weakref.WeakSet()
@@ -243,21 +227,13 @@ class _Piece(Recorded):
     """The piece of a full gradient, averaged over data-parallel ranks as FSDP2 does."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        whole: torch.Tensor,
-        held: Held | None,
-        units: int,
-        mesh: DeviceMesh,
-        placements: Any,
-        shape: Any,
-        stride: Any,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, held: Held | None, units: int, how: Any, shape: Any, stride: Any) -> Any:
         ctx.held, ctx.averaged = held, units > 0
+        mesh, placements = how
         for dim in range(units):
             group = RankGroup.of(mesh.get_group(dim))
             whole = all_reduce(whole, group) / group.size
-        piece = _piece(whole, held, mesh, placements).contiguous()
+        piece = local_piece(whole, held, mesh, placements).contiguous()
         return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     @staticmethod
@@ -268,4 +244,4 @@ class _Piece(Recorded):
                 hint="autoplan.full_tensors(model) gives plain tensors",
             )
         whole = whole_tensor(gradient, ctx.held) if isinstance(gradient, DTensor) else gradient
-        return whole, None, None, None, None, None, None
+        return whole, None, None, None, None, None

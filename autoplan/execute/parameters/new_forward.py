@@ -21,11 +21,9 @@ _CALLED = nn.Module._call_impl.__code__
 
 def has_new_forward(module: nn.Module, depth: int = 3) -> bool:
     """Return whether a library set a forward on a module, or on a model inside of it (which adapters wrap)."""
-    if "forward" in vars(module):
-        return True
-    return depth > 0 and any(
-        has_new_forward(child, depth - 1) for child in own_modules(module).values() if child is not None
-    )
+    if "forward" in vars(module) or not depth:
+        return "forward" in vars(module)
+    return any(has_new_forward(child, depth - 1) for child in own_modules(module).values() if child is not None)
 
 
 def is_read_by_a_new_forward(module: nn.Module) -> bool:

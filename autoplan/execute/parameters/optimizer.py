@@ -56,21 +56,12 @@ _owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
 
 def note_repeating(owner: _Owner) -> None:
     """Note the model's modules, or the optimizer, whose parameters have shared rows, for `count_once`."""
-    if isinstance(owner, Optimizer):
-        if any(True for _ in _repeating(owner)):
-            _owners.add(owner)
-        return
-    for module in owner.modules():
-        if any(True for _ in _repeating(module)):
-            _owners.add(module)
+    owners: Iterable[_Owner] = (owner,) if isinstance(owner, Optimizer) else owner.modules()
+    _owners.update(each for each in owners if any(True for _ in _repeating(each)))
 
 
 def _repeating(owner: _Owner) -> Iterator[tuple[torch.Tensor, Held]]:
-    if isinstance(owner, Optimizer):
-        parameters: Iterable[Any] = chain.from_iterable(group["params"] for group in owner.param_groups)
-    else:
-        parameters = owner._parameters.values()
-    for parameter in parameters:
+    for parameter in _parameters(owner) if isinstance(owner, Optimizer) else owner._parameters.values():
         held = held_by(parameter) if parameter is not None else None
         if held is not None and repeats(held):
             yield parameter, held
@@ -141,8 +132,12 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
         _refuse(parameter, value, held, "which has another shape")
     else:
         value = as_held(value, parameter, held)
-    if in_units:
-        _free_gathered(parameter)
+    for module in marked_modules() if in_units else ():
+        # Free what FSDP2 left gathered in its place after a forward: modules hold the parameter again.
+        record = record_of(module)
+        gathered = record.reading.gathered if record is not None else None
+        if gathered is not None and any(gathered.as_sharded(own) is parameter for own in module._parameters.values()):
+            gathered.free()
     torch.Tensor.data.__set__(parameter, value.detach())
     place_local(parameter, local_part(value).detach(), local_spec(value))
     if in_units:
@@ -151,15 +146,6 @@ def assign_data(parameter: DTensor, value: Any) -> bool:
         for module in _modules_with(parameter):
             renew_units(module)
     return True
-
-
-def _free_gathered(parameter: DTensor) -> None:
-    """Free what FSDP2 left gathered in the place of a parameter after a forward: modules hold the parameter again."""
-    for module in marked_modules():
-        record = record_of(module)
-        gathered = record.reading.gathered if record is not None else None
-        if gathered is not None and any(gathered.as_sharded(own) is parameter for own in module._parameters.values()):
-            gathered.free()
 
 
 def _modules_with(parameter: DTensor) -> list[nn.Module]:

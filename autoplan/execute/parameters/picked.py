@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.torch_internals import DisableTorchFunction, local_part, own_parameters
@@ -38,6 +39,16 @@ def note_marked(model: nn.Module) -> None:
 def marked_modules() -> list[nn.Module]:
     """Return the live modules that own marked parameters."""
     return list(_marked)
+
+
+def modules_on(mesh: DeviceMesh) -> list[nn.Module]:
+    """Return those with parameters on this mesh; not those of another rank that is a thread."""
+
+    def is_here(parameter: torch.Tensor) -> bool:
+        other = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        return other is not None and other == mesh and other.get_coordinate() == mesh.get_coordinate()
+
+    return [module for module in list(_marked) if any(map(is_here, module.parameters(recurse=False)))]
 
 
 def _held(parameter: torch.Tensor | None) -> Held | None:
@@ -153,7 +164,7 @@ def total(plain: Callable[..., Any], x: DTensor, *args: Any, **kwargs: Any) -> A
         x = x.redistribute(placements=[Replicate() if placed.is_partial() else placed for placed in x.placements])
     result = plain(x, *args, **kwargs)
     penalty = type(x) is DTensor and isinstance(result, DTensor) and result.requires_grad and result.dim() == 0
-    if not penalty or not any(_lies_on(x, module) for module in list(_marked)):
+    if not penalty or not modules_on(x.device_mesh):
         return result
     scalar = result.full_tensor()
     alias: Any = weakref.ref(scalar)
@@ -183,19 +194,10 @@ def draw(op: Any, args: Any, kwargs: Any) -> Any:
     """Draw random numbers in place: every rank draws those of the full tensor, and keeps its shard."""
     x = args[0]
     held = held_of_memory(x)
-    if held is None and (x.is_meta or not any(_lies_on(x, module) for module in list(_marked))):
+    if held is None and (x.is_meta or not modules_on(x.device_mesh)):
         return answered_by_torch(op, args, kwargs)
     mesh, placements = x.device_mesh, x.placements
     whole = torch.empty(x.shape if held is None else held.shape, dtype=x.dtype, device=x.device)
     op(whole, *args[1:], **kwargs)
-    if held is None:  # a tensor made like a parameter
-        part = local_part(distribute_tensor(whole, mesh, placements, src_data_rank=None))
-    else:
-        part = local_piece(whole, held, mesh, placements)
-    local_part(x).copy_(part)
+    local_part(x).copy_(local_piece(whole, held, mesh, placements))  # none is held of a tensor made like a parameter
     return x
-
-
-def _lies_on(x: DTensor, module: nn.Module) -> bool:
-    """Return whether a tensor is on the mesh of a module's parameters."""
-    return any(isinstance(p, DTensor) and p.device_mesh == x.device_mesh for p in own_parameters(module).values())

@@ -138,9 +138,8 @@ class _Builder:
                     "tensors of its plan, and load_weights fills them from the checkpoint",
                 )
             if any(gradient_hooks(parameter)):
-                raise AutoplanError(
-                    f"{fqn} has gradient hooks, which would be lost", hint="register them after sharding"
-                )
+                text = f"{fqn} has gradient hooks, which would be lost"
+                raise AutoplanError(text, hint="register them after sharding")
             held = self._held(fqn, parameter)
             if held.dim is not None and fused:
                 raise AutoplanError(
@@ -241,11 +240,8 @@ def _meaning(rule: ParameterRule) -> tuple[Any, ...]:
 
 def _refuse_differing_ranks(builder: _Builder) -> None:
     """Compare a few elements of every parameter across ranks, in one exchange."""
-    real = [
-        (fqn, tensor.detach())
-        for fqn, tensor in builder.originals
-        if not (tensor.is_meta or is_fake(tensor)) and tensor.numel()
-    ]
+    stored = ((fqn, tensor) for fqn, tensor in builder.originals if not (tensor.is_meta or is_fake(tensor)))
+    real = [(fqn, tensor.detach()) for fqn, tensor in stored if tensor.numel()]
     if builder.group.size == 1 or not builder.originals:
         return
     samples = []

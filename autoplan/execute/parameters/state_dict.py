@@ -16,21 +16,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.layout import chunk
-from autoplan.common.torch_internals import own_buffers, own_parameters
+from autoplan.common.torch_internals import local_part, own_buffers, own_parameters
 from autoplan.execute.collectives import RankGroup, all_gather_rows, like
 from autoplan.execute.parameters.held import Held, fsdp_placements, record_of
 
 
 def register_hooks(module: nn.Module) -> list[RemovableHandle]:
     """Translate this module's own entries whenever state dicts are made or loaded."""
-    return [
-        module.register_state_dict_post_hook(_to_checkpoint),
-        module.register_load_state_dict_pre_hook(_from_checkpoint),
-    ]
+    saving = module.register_state_dict_post_hook(_to_checkpoint)
+    return [saving, module.register_load_state_dict_pre_hook(_from_checkpoint)]
 
 
 def _to_checkpoint(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -112,17 +109,8 @@ def whole_buffer(local: torch.Tensor, held: Held) -> torch.Tensor:
     return held.to_checkpoint_order(ranked)
 
 
-def _from_checkpoint(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    _metadata: Any,
-    _strict: bool,
-    _missing: list[str],
-    _unexpected: list[str],
-    errors: list[str],
-) -> None:
-    record = record_of(module)
+def _from_checkpoint(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    record, errors = record_of(module), others[-1]
     if record is None:
         return
     for held_by_name, own in ((record.parameters, own_parameters(module)), (record.buffers, own_buffers(module))):
@@ -163,8 +151,10 @@ def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
     return like(local, parameter)
 
 
-def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """Return this rank's shard: its rows on the tp mesh, and of those FSDP2's consecutive piece."""
+def local_piece(whole: torch.Tensor, held: Held | None, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
+    """Return this rank's shard: its rows on the tp mesh, and of those FSDP2's consecutive piece. None: cut evenly."""
+    if held is None:
+        return local_part(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None))
     local = held.roomy(held.cut(whole.detach()))
     for mesh_dim, placement in enumerate(fsdp_placements(placements, held)):
         dim = getattr(placement, "dim", None)

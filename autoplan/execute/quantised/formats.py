@@ -80,9 +80,8 @@ def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> to
     """Return the plain shard of `shape` that is stored as `parts` (by `weight`'s names)."""
     decode = decoder_of(weight.scheme)
     if decode is None:
-        raise AutoplanError(
-            f"{weight.name}: dequantising {weight.scheme.title} is not supported yet", hint="load it as stored"
-        )
+        what = f"dequantising {weight.scheme.title} is not supported yet"
+        raise AutoplanError(f"{weight.name}: {what}", hint="load it as stored")
     own = {tensor.name: parts[tensor.name] for tensor in weight.tensors}
     if weight.rows < weight.contracted:
         return decode(weight, own, shape)
@@ -105,9 +104,8 @@ def _turned(weight: PackedWeight) -> PackedWeight:
         for tensor in weight.tensors
     )
     *lead, first, last = weight.shape
-    return replace(
-        weight, shape=(*lead, last, first), tensors=tensors, rows=weight.contracted, contracted=weight.rows
-    )  # fmt: skip
+    shape, rows = (*lead, last, first), weight.contracted
+    return replace(weight, shape=shape, tensors=tensors, rows=rows, contracted=weight.rows)
 
 
 def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, int], parts: int = 1) -> torch.Tensor:

@@ -55,9 +55,8 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
             if weight is None or parameter is None:
                 continue
             if tuple(parameter.shape) != weight.shape:
-                raise PlanMismatchError(
-                    f"{path}.{name} has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
-                )
+                shapes = f"has shape {list(parameter.shape)}, but the plan has {list(weight.shape)}"
+                raise PlanMismatchError(f"{path}.{name} {shapes}")
             chosen.setdefault(module, []).append(weight)
     for module, weights in chosen.items():  # nothing was changed before
         stored: dict[str, tuple[PackedWeight, torch.dtype]] = {}
@@ -194,13 +193,8 @@ class _Files(CheckpointFiles):
             )
         largest, values, record = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map"), read(state)
         quantisation = json.loads(bytes(record.tolist()).decode("utf-8"))
-        return QuantisedTwice(
-            largest,
-            values,
-            record,
-            float(quantisation["nested_offset"]),
-            int(quantisation.get("nested_blocksize", 256)),
-        )
+        offset, block = float(quantisation["nested_offset"]), int(quantisation.get("nested_blocksize", 256))
+        return QuantisedTwice(largest, values, record, offset, block)
 
     def says_nothing(self, key: str) -> bool:
         """Return whether a bias can be ignored: GPTQ's tools wrote zeros for layers without a bias."""

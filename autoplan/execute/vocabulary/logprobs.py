@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +54,7 @@ class gather_logits:  # noqa: N801 - called as a function, as torch.no_grad is
     def __enter__(self) -> gather_logits:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for running, before in self._before:
             running.gather_logits = before
 

@@ -29,12 +29,14 @@ from autoplan.execute.vocabulary.split_logits import SplitLogits, as_it_is, as_k
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import LogitsOfPositions
 
+Bounds = tuple[tuple[int, int], ...]  # of each rank's positions
+
 
 class PositionLogits(torch.Tensor):
     """A rank's rows (its data and gradient) that behave as logits of all positions. See `_class`."""
 
     group: RankGroup
-    bounds: tuple[tuple[int, int], ...]  # of each rank's positions
+    bounds: Bounds
     length: int
     dim_from_end: int  # of the positions
     batch: int  # number of sequences flattened into that dim
@@ -88,32 +90,18 @@ Rule = Callable[[Kind, Any, Any, Any], Any]
 
 
 @cache
-def _class(
-    group: RankGroup,
-    bounds: tuple[tuple[int, int], ...],
-    length: int,
-    dim: int,
-    batch: int = 1,
-    base: Kind = PositionLogits,
-    columns: type[SplitLogits] | None = None,
-) -> Kind:
+def _class(base: Kind, columns: Any, group: RankGroup, bounds: Bounds, length: int, dim: int, batch: int = 1) -> Kind:
     names = {"group": group, "bounds": bounds, "length": length, "dim_from_end": dim, "batch": batch}
     return type(base.__name__, (base,), {**names, "base": base, "columns": columns})
 
 
-def _like(
-    own: torch.Tensor,
-    cls: Kind,
-    dim: int | None = None,
-    batch: int | None = None,
-    bounds: tuple[tuple[int, int], ...] | None = None,
-) -> torch.Tensor:
+def _like(own: Any, cls: Kind, dim: int | None = None, batch: int | None = None, bounds: Bounds | None = None) -> Any:
     """Return a result of own rows as logits of all positions again. `dim`, `batch` and `bounds` (of the positions that
     are left) are given where they differ from those of `cls`."""
     dim, batch = cls.dim_from_end if dim is None else dim, cls.batch if batch is None else batch
     length = cls.length if bounds is None else max(0, *(stop for _, stop in bounds))
     bounds = cls.bounds if bounds is None else bounds
-    kind = _class(cls.group, bounds, length, dim, batch, cls.base, _columns(own))  # type: ignore[arg-type]
+    kind = _class(cls.base, _columns(own), cls.group, bounds, length, dim, batch)  # type: ignore[arg-type]
     return as_kind(_plain(own), kind)
 
 
@@ -122,8 +110,8 @@ def position_logits(
 ) -> torch.Tensor:
     """Return a rank's (padded) shard along `dim`, from the end, as logits of `length` positions."""
     pieces = (chunk(length, group.size, rank) for rank in range(group.size))
-    bounds, columns = tuple((piece.start, piece.stop) for piece in pieces), _columns(local)
-    kind = _class(group, bounds, length, dim, base=base, columns=columns)  # type: ignore[arg-type]
+    bounds = tuple((piece.start, piece.stop) for piece in pieces)
+    kind = _class(base, _columns(local), group, bounds, length, dim)  # type: ignore[arg-type]
     start, stop = kind.bounds[group.rank]
     return as_kind(_plain(local).narrow(dim, 0, stop - start), kind)
 
@@ -144,7 +132,7 @@ def _columns(x: torch.Tensor) -> type[SplitLogits] | None:
 
 def own_stream(own: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
     """Return a rank's (padded) shard along `dim`, from the end, as a stream of `length` positions."""
-    return as_kind(own, _class(group, (), length, dim, base=OwnStream))
+    return as_kind(own, _class(OwnStream, None, group, (), length, dim))
 
 
 class Own(NamedTuple):

@@ -187,17 +187,8 @@ def _own(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, to
 
 class _RowSums(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        weight: torch.Tensor | None,
-        group: RankGroup,
-        first: int,
-        step: int,
-        temperature: float,
-        floor: torch.Tensor | None,
-    ) -> Any:
+    def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor | None, *how: Any) -> Any:
+        group, first, step, temperature, floor = how
         own, column = _own(tokens, first, rows.shape[1])
         chosen = torch.zeros(tokens.shape, dtype=wide(rows.dtype), device=rows.device)
         if rows.shape[1]:
@@ -206,9 +197,8 @@ class _RowSums(torch.autograd.Function):
         weighted = torch.zeros_like(chosen)
         if weight is not None:
             weighted = _in_chunks(lambda at: _shaped(rows, at, temperature) @ weight, rows, step, numbers=True)
-        whole, chosen, weighted = _over_ranks(
-            _log_sum_exp(rows, step, temperature, floor), chosen, weighted, group=group
-        )
+        own_sum = _log_sum_exp(rows, step, temperature, floor)
+        whole, chosen, weighted = _over_ranks(own_sum, chosen, weighted, group=group)
         ctx.save_for_backward(rows, tokens, weight, whole, floor)
         ctx.group, ctx.first, ctx.step, ctx.temperature = group, first, step, temperature
         return whole, chosen, weighted

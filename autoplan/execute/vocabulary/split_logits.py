@@ -65,9 +65,8 @@ class SplitLogits(torch.Tensor):
 
 def moved(kind: type[SplitLogits]) -> tuple[type[SplitLogits], ...]:
     """Return the classes of such logits for each dim that the vocabulary may be moved to."""
-    return tuple(
-        split_class(kind.group, kind.vocabulary, dim) for dim in dict.fromkeys((kind.dim_from_end, -1, -2, -3))
-    )
+    dims = dict.fromkeys((kind.dim_from_end, -1, -2, -3))
+    return tuple(split_class(kind.group, kind.vocabulary, dim) for dim in dims)
 
 
 @cache

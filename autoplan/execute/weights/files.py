@@ -74,14 +74,8 @@ class CheckpointFiles:
         index: list[Any] = [slice(None)] * len(source.get_shape())
         scattered: list[int] = []
         for dim, wanted in rows.items():
-            ranges = list(runs(wanted))
-            if len(ranges) == 1:
-                index[dim] = slice(ranges[0].start, ranges[0].stop)
-            elif not ranges:
-                index[dim] = slice(0, 0)
-            else:
-                index[dim] = slice(min(wanted), max(wanted) + 1)
-                scattered.append(dim)
+            index[dim] = slice(min(wanted), max(wanted) + 1) if len(wanted) else slice(0, 0)
+            scattered += [dim] if len(list(runs(wanted))) > 1 else []
         if not scattered:
             return source[tuple(index)]
         first, ranges = scattered[0], list(runs(rows[scattered[0]]))

@@ -91,8 +91,8 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
         _fill(files, tensors, matched, conversions)  # the model changes from here on
         for saved in new:
             saved.fill(saved.cut(adapter_values[saved.names[0]]))
-        for passing_tensor in rebuilt:
-            passing_tensor.put()
+        for where, name, value in rebuilt:
+            where[name] = value
     twice = files.quantised_twice() if isinstance(files, StoredFiles) else {}
     twice |= {name: value for key, value in twice.items() if key in places for name in places[key].names}
     keep_beside(model, files.headers(), twice)
@@ -280,11 +280,8 @@ def _conversions(
     model: nn.Module, files: CheckpointFiles, owner: dict[str, _Saved], matched: Matched
 ) -> list[_Conversion]:
     """Return conversions that make each tensor once; what is read directly is skipped. Raise on what does not fit."""
-    conversions, done, whole = (
-        [],
-        {id(owner[name]) for name in matched.direct},
-        _Whole(conventions().base_of(model), owner),
-    )
+    conversions, whole = [], _Whole(conventions().base_of(model), owner)
+    done = {id(owner[name]) for name in matched.direct}
     for conversion in matched.converted:
         make = partial(conversion.make, whole)
         names = []

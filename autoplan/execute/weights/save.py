@@ -104,12 +104,10 @@ class NewFiles:
             self._write()
             if len(self.parts) > 1:
                 total = len(self.parts)
-                taken = {
-                    match["save"] or "" for path in self.folder.iterdir() if (match := _SHARD.fullmatch(path.name))
-                }
-                save = next(
-                    tag for tag in ("", *(f"-{number}" for number in range(2, len(taken) + 3))) if tag not in taken
-                )
+                shards = (_SHARD.fullmatch(path.name) for path in self.folder.iterdir())
+                taken = {match["save"] or "" for match in shards if match}
+                tags = ("", *(f"-{number}" for number in range(2, len(taken) + 3)))
+                save = next(tag for tag in tags if tag not in taken)
                 names = [f"model{save}-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
                 for number, name in enumerate(names):
                     os.rename(self.written[number], self.folder / name)

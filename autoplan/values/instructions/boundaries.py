@@ -42,9 +42,8 @@ class Boundary(Instruction):
 
     def said(self, ranks: int) -> str:
         place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
-        return (
-            f"{self.pattern}: {self.says.format(**vars(self) | {'what': f'{self.side} {place}'.strip(), 'tp': ranks})}"
-        )
+        details = {"what": f"{self.side} {place}".strip(), "tp": ranks}
+        return f"{self.pattern}: {self.says.format(**vars(self) | details)}"
 
 
 @instruction
