@@ -17,7 +17,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.patterns import is_under, like_modules
-from autoplan.ops import call_record
+from autoplan.ops import call_record, op_record
 from autoplan.ops.records.on_shards import Indexed
 from autoplan.values import Call, HookKind, Ref, refs
 
@@ -32,6 +32,7 @@ class Picks:
     def __init__(self, shards: Shards, flow: CallFlow, positions: Positions, gathered: Collection[HookKind]) -> None:
         self.trace, self.axes, self.flow, self.positions = shards.trace, shards.axes, flow, positions
         self.rows, self.calls = set[int](), set[int]()
+        self.asking = set[int]()  # calls that tell Python of rows or counts: ranks may branch differently behind
         self.counts: dict[int, set[int]] = {}  # what was counted -> the calls that count
         self.places: set[Term] = set()  # axes of rows
         self.events: dict[int, list[tuple[str, set[Term]]]] = {}
@@ -49,6 +50,9 @@ class Picks:
         inputs, outputs = self.flow.inputs[index], self.flow.outputs[index]
         counting = set[int]().union(*(self.counts.get(t, set()) for t in inputs))
         of_positions, of_rows = [t for t in inputs if self.positions.dims_of(t)], [t for t in inputs if t in self.rows]
+        told = any(op_record(self.trace.ops[op].name).tells for op in range(*self.trace.calls[index].ops))
+        if told and (counting or of_positions or of_rows) and not any(map(self.positions.dims_of, outputs)):
+            self.asking.add(index)
         if counting and not self._only_selects(index):
             among_positions = bool(of_positions or of_rows)
             if any(map(self._is_number, outputs)) or (among_positions and not self._are_ids(inputs)):

@@ -17,7 +17,6 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term
 from autoplan.common.patterns import is_under
-from autoplan.ops import op_record
 from autoplan.ops.records.answers import Reduction
 from autoplan.ops.reductions import sums_over
 from autoplan.values import (
@@ -61,7 +60,7 @@ class CutStream:
         self.told_unevenly = set[tuple[str, str, str]]()  # where not all repetitions need their own length
         self.context = context  # is every gradient outside of split regions a part of a sum? See context.py
         self.shares = shares  # may calls on shards read values without positions that others read, too?
-        self.picking, self.rows = set[int](), set[int]()  # calls that pick positions, and values of those (picks.py)
+        self.picking, self.rows, self.asking = set[int](), set[int](), set[int]()  # see picks.py
         self.gathered = gathered
         self.reduced = set[int]()  # sums over positions, and what is made of these: equal on all ranks
         self.apart, self.own_queries = apart, dict[int, set[int]]()  # what attention runs for own queries (windows.py)
@@ -201,9 +200,9 @@ class CutStream:
 
     def _skippable(self, index: int) -> bool:
         """Return whether a rank might not reach a call: code before it asked how many of its own positions it picks."""
-        visit = self.trace.calls[index].visit
-        before = (p for p in self.picking if p < index and self.trace.calls[p].visit == visit)
-        return any(op_record(self.trace.ops[op].name).tells for p in before for op in range(*self.trace.calls[p].ops))
+        calls, inputs = self.trace.calls, self.flow.inputs
+        here = (a for a in self.asking if a < index and calls[a].module == calls[index].module)
+        return any(calls[a].visit == calls[index].visit and not self.reduced.issuperset(inputs[a]) for a in here)
 
     def _is_told(self, tensor: int, dim: int, index: int) -> bool:
         """Return whether code at a call reads the length of the whole sequence off a dim."""
