@@ -151,11 +151,9 @@ class Sweep:
             stage(f"{split}{', sequence parallel' if along else ''}")
             try:
                 smallest = self._smallest(copies, split, along, each)
-            except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
+            # Of a prompt with several sequences one may not divide; decoding may run a branch that was not planned
+            except (IndivisibleError, PlanMismatchError) as error:
                 self.dropped.append(f"{split}{', sequence parallel' if along else ''}: {error.message}")
-                continue
-            except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
-                self.dropped.append(f"{split}: {error.message}")
                 continue
             alone = self.common.train == "inference" or not (smallest.fits or _may_fit_at_once(smallest))
             if cut is not None and _beats(cut, smallest):
@@ -245,7 +243,9 @@ class Sweep:
         priced = estimate_with(self.steps, question, self.device)
         self.asked[id(priced)] = question
         missing = max(0, priced.peak - self.memory)
-        binds = _biggest(priced.parts) if missing else _slowest(priced)
+        biggest = max(PARTS, key=lambda part: getattr(priced.parts, part))
+        of = f"memory: {size_text(getattr(priced.parts, biggest), 1)} of {PARTS[biggest]}"
+        binds = of if missing else _slowest(priced)
         again: Any = question.activation_checkpointing
         return Row(priced, again, question.sequence_parallel, question.reshard_after_forward, question.accumulate,
                    not missing, binds, missing, question.experts)  # fmt: skip
@@ -381,11 +381,6 @@ def _may_fit_at_once(row: Row) -> bool:
 def _held(parts: MemoryParts) -> int:
     """Return the least that a step with less checkpointing holds."""
     return parts.weights + parts.optimizer + parts.kept + parts.overhead
-
-
-def _biggest(parts: MemoryParts) -> str:
-    name = max(PARTS, key=lambda part: getattr(parts, part))
-    return f"memory: {size_text(getattr(parts, name), 1)} of {PARTS[name]}"
 
 
 def _slowest(estimate: Estimate) -> str:

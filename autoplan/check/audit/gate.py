@@ -24,7 +24,7 @@ from autoplan.hf.source import Source, resolve
 from autoplan.values import Finding, Plan
 from autoplan.values.plan import digest, steering
 
-_SHOWN = 5
+_SHOWN, _SHOWN_PLACES = 5, 3  # findings, and places of a plan
 
 
 def refuse_wrong(source: Any, plan: Any, tp_size: int) -> tuple[Finding, ...]:
@@ -70,10 +70,8 @@ def warn_unproven(plan: Plan) -> None:
     """Warn that a plan is unproven, unless nobody asked to prove it (`prove="none"`)."""
     if plan.ranks > 1 and plan.proof.was_asked and not (plan.proof.ok or plan.proof.failed):
         why, hint = _why_unproven(plan)
-        text = f"the plan for {plan.model} at {plan.over} is unproven: {why}"
-        warnings.warn(
-            f"{text}\n  → {hint}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3
-        )
+        text = f"the plan for {plan.model} at {plan.over} is unproven: {why}\n  → {hint}"
+        warnings.warn(f"{text}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3)
 
 
 def _why_unproven(plan: Plan) -> tuple[str, str]:
@@ -92,15 +90,10 @@ def _line(finding: Finding) -> str:
     return f"{finding.check}: {where}{finding.message}{proof}"
 
 
-_SHOWN_PLACES = 3
-
-
 def held_against_model(model: nn.Module, plan: Plan, source: Source | None = None) -> Plan:
     """Return the plan if nothing has changed since it was made, or the same is made now; raise else. Plans put together
     in Python pass."""
-    if not plan.made_for.content:
-        return plan
-    changed = _changed(model, plan)
+    changed = _changed(model, plan) if plan.made_for.content else ""
     if not changed:
         return plan
     check_matches(model, plan)
@@ -111,7 +104,9 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
         raise PlanMismatchError(
             f"{changed}, and it cannot be planned again: {error.message}", hint=_remedy(plan, error.hint)
         ) from error
-    apart = list(_apart(_comparable(plan), _comparable(derived)))
+    # What steers the model, without how it was made
+    ours, other = ({n: v for n, v in steering(each).items() if n != "made_for"} for each in (plan, derived))
+    apart = list(_apart(ours, other))
     if apart:
         more = f" (and {len(apart) - _SHOWN_PLACES} more)" if len(apart) > _SHOWN_PLACES else ""
         raise PlanMismatchError(
@@ -139,11 +134,6 @@ def _remedy(plan: Plan, hint: str = "") -> str:
     )
 
 
-def _comparable(plan: Plan) -> dict[str, Any]:
-    """Return what steers the model, without how it was made."""
-    return {name: value for name, value in steering(plan).items() if name != "made_for"}
-
-
 def _apart(ours: Any, other: Any, where: str = "") -> Iterator[str]:
     """Yield where two pieces of plain data differ, each place once."""
     if isinstance(ours, dict) and isinstance(other, dict):
@@ -155,10 +145,10 @@ def _apart(ours: Any, other: Any, where: str = "") -> Iterator[str]:
                 yield f"{path} is {ours[name]!r:.80}, should be absent"
             else:
                 yield from _apart(ours[name], other[name], path)
-    elif isinstance(ours, list) and isinstance(other, list) and len(ours) == len(other):
+    elif isinstance(ours, list) and isinstance(other, list) and len(ours) != len(other):
+        yield f"{where} has {len(ours)} items, should have {len(other)}"
+    elif isinstance(ours, list) and isinstance(other, list):
         for number, (mine, its) in enumerate(zip(ours, other, strict=True)):
             yield from _apart(mine, its, f"{where}[{number}]")
-    elif isinstance(ours, list) and isinstance(other, list):
-        yield f"{where} has {len(ours)} items, should have {len(other)}"
     elif ours != other or type(ours) is not type(other):
         yield f"{where} is {ours!r:.80}, should be {other!r:.80}"

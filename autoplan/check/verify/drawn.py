@@ -124,11 +124,9 @@ def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, tor
 def _sites(alone: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     """Return the names of the draws at each place, one for each run."""
     sites: dict[str, list[str]] = {}
-    each = len(alone) // RUNS
-    for at, name in enumerate(alone):
-        if len(alone) == each * RUNS:
-            number, _, op = name.partition(" ")
-            sites.setdefault(f"{at % each} {op}", []).append(name)
+    each, rest = divmod(len(alone), RUNS)
+    for at, name in enumerate(alone) if not rest else ():
+        sites.setdefault(f"{at % each} {name.partition(' ')[2]}", []).append(name)
     return sites
 
 

@@ -30,13 +30,11 @@ from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of, scene_of
 from autoplan.emit.tables.entry_table import equal_blocks
 from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text, valid_sizes
 from autoplan.emit.tables.terminal import proof_text
-from autoplan.emit.words import bytes_text, count
+from autoplan.emit.words import LEVELS, bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic
 from autoplan.values.estimate import Estimate, MemoryParts, mesh_text
 from autoplan.values.plain import finite
 from autoplan.version import __version__
-
-_RANKS = {"error": 0, "warn": 1, "note": 2}
 
 
 def plan_page(
@@ -119,7 +117,7 @@ def whole_page(title: str, *parts: Content, held: dict[str, Any], sizes: tuple[i
 
 def cause_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Sort findings: causes before consequences, errors before notes."""
-    return tuple(sorted(findings, key=lambda finding: (finding.is_consequence, _RANKS[finding.level])))
+    return tuple(sorted(findings, key=lambda finding: (finding.is_consequence, LEVELS.index(finding.level))))
 
 
 def links_of(plan: Plan) -> dict[str, str]:
