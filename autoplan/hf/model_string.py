@@ -45,9 +45,8 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
     """Resolve a MODEL string. Raise SourceError that says what was tried."""
     text = text.strip()
     if not text:
-        raise SourceError(
-            "the model string is empty", hint="pass a folder, 'package.module:builder', a model type or a hub id"
-        )
+        hint = "pass a folder, 'package.module:builder', a model type or a hub id"
+        raise SourceError("the model string is empty", hint=hint)
     if is_folder(text):
         folder = Path(text).expanduser()
         path = folder / "config.json"
@@ -132,8 +131,7 @@ def _said(error: Exception) -> str:
 
 def _refuse_remote_code(data: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
     """Raise if a config's classes come with it, unless the user trusts them or transformers has its own."""
-    built_in = data.get("model_type") in CONFIG_MAPPING
-    if data.get("auto_map") and not trust_remote_code and not built_in:
+    if data.get("auto_map") and not trust_remote_code and data.get("model_type") not in CONFIG_MAPPING:
         raise _remote_code_error(where)
 
 
@@ -155,16 +153,15 @@ def _from_builder(module_name: str, function_name: str) -> Found:
             hint="a builder returns an nn.Module, or (module, inputs) with inputs as keyword arguments of its forward",
         )
     if inputs is not None and not isinstance(inputs, Mapping):
-        raise SourceError(
-            f"{builder}() returned a {type(inputs).__name__} as inputs", hint="return a dict: argument name -> tensor"
-        )
+        text = f"{builder}() returned a {type(inputs).__name__} as inputs"
+        raise SourceError(text, hint="return a dict: argument name -> tensor")
     return Found(module=module, inputs=inputs)
 
 
 def inputs_from_string(text: str) -> Mapping[str, Any]:
     """Call `package.module:function`, which returns example arguments of a model's forward by name."""
-    module_name, colon, function_name = text.strip().partition(":")
-    if not colon or not module_name or not function_name:
+    module_name, _, function_name = text.strip().partition(":")
+    if not module_name or not function_name:
         raise SourceError(
             f"--inputs {text!r} is not 'package.module:function'",
             hint="name a function that returns {argument of the forward: tensor}; it is called without arguments",
@@ -192,8 +189,7 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
         builder = getattr(builder, part, None)
     if not callable(builder):
         if builder is not None:
-            kind = type(builder).__name__
-            raise SourceError(f"{what} is a {kind}", hint="pass the name of a function")
+            raise SourceError(f"{what} is a {type(builder).__name__}", hint="pass the name of a function")
         near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], 3)
         raise SourceError(
             f"{what}: {module_name} has no function {function_name!r}",
@@ -202,9 +198,8 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
     try:
         return builder()
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SourceError(
-            f"{what}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
-        ) from error
+        text = f"{what}() raised {type(error).__name__}: {error}"
+        raise SourceError(text, hint="it is called without arguments") from error
 
 
 def transformers_class(name: str, config: PretrainedConfig, where: str, trust_remote_code: bool) -> type:

@@ -34,16 +34,8 @@ from autoplan.check.verify.subject import (
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
 from autoplan.common.torch_internals import DROPOUTS
-from autoplan.hf.driving import (
-    attention_switched,
-    decoded,
-    generative_feed,
-    has_attentions,
-    no_attentions,
-    no_cache,
-    no_targets,
-    other_attention,
-)
+from autoplan.hf.driving import attention_switched, decoded, generative_feed, has_attentions, lacks, other_attention
+from autoplan.hf.names import ATTENTION, CACHE, TARGETS
 
 NOISE = Group("drawn at random")  # its presence says that training draws random numbers
 _RAISED = 0.2  # rate of dropout
@@ -314,7 +306,7 @@ _sparse = _without(
 
 def _one_attention(subject: Subject) -> str:
     if not has_attentions(subject.model):
-        return no_attentions(subject.model)
+        return lacks(subject.model, ATTENTION)
     try:
         with attention_switched(subject.model):
             _each(subject, subject.feeds, backward=False)
@@ -326,7 +318,7 @@ def _one_attention(subject: Subject) -> str:
 
 def _no_cache(subject: Subject) -> str:
     if not generative_feed(subject.signature, subject.feeds)[0]:
-        return no_cache(subject.model)
+        return lacks(subject.model, CACHE)
     try:
         cache(subject)
     except (AttributeError, ValueError, RuntimeError, TypeError, IndexError, NotImplementedError) as error:
@@ -363,7 +355,7 @@ CHECKS = (
           if_it_runs=True, apart=True, may_fail=True),
     Check("training", "training mode without dropout, buffers afterwards", training, _trains_alike, if_it_runs=True),
     Check("loss", "the loss that the model computes from labels, and its gradients", loss,
-          lambda subject: "" if subject.labels else no_targets(subject.model)),
+          lambda subject: "" if subject.labels else lacks(subject.model, TARGETS)),
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
     Check("cache", "decoding token by token with a cache", cache, _no_cache),
     Check("dropout", "training mode with dropout and a seed per rank", dropout, _no_dropout, if_it_runs=True),

@@ -47,9 +47,8 @@ def _compressed_scheme(said: Mapping[str, Any], given: str | None) -> Scheme:
     strategy = str(getattr(weights.get("strategy"), "value", weights.get("strategy")))
     format = given or ("pack-quantized" if bits == 4 and kind == "int" else "naive-quantized")
     if format not in _KNOWN:
-        raise SourceError(
-            f"compressed-tensors in the format {format!r} is not supported", hint=f"supported: {', '.join(_KNOWN)}"
-        )
+        text = f"compressed-tensors in the format {format!r} is not supported"
+        raise SourceError(text, hint=f"supported: {', '.join(_KNOWN)}")
     if format == "nvfp4-pack-quantized":
         return _of(format, activations=bool(inputs))
     if format == "mxfp4-pack-quantized":
@@ -60,14 +59,8 @@ def _compressed_scheme(said: Mapping[str, Any], given: str | None) -> Scheme:
         ordered = bool(weights.get("actorder")) and str(weights.get("actorder")) != "static" and columns > 0
         form = "groups in order of activation" if ordered else "groups in order"
         return _of(form, bits=bits, pack=32 // bits, columns=columns, zero_points=zero, scale=scale)
-    dtype = "float8_e4m3fn" if kind == "float" else "int8"
-    values: dict[str, Any] = {
-        "dtype": dtype,
-        "scale": scale,
-        "static": static,
-        "zero_points": zero,
-        "strategy": strategy,
-    }
+    values: dict[str, Any] = {"scale": scale, "static": static, "zero_points": zero, "strategy": strategy}
+    values["dtype"] = "float8_e4m3fn" if kind == "float" else "int8"
     if strategy == "tensor":
         return _of("one scale", **values)
     return _of("scales", rows=rows, columns=columns, **values)
@@ -185,21 +178,16 @@ _BNB_BLOCK = 64
 
 def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
     """Return, as plain data, the first `quantization_config` of a config or of those inside it."""
-    for config in configs:
-        quantisation = getattr(config, "quantization_config", None)
-        if quantisation is not None:
-            data = dict(quantisation) if isinstance(quantisation, Mapping) else quantisation.to_dict()
-            return data or None
-    return None
+    settings = (getattr(config, "quantization_config", None) for config in configs)
+    first = next((one for one in settings if one is not None), {})
+    return (dict(first) if isinstance(first, Mapping) else first.to_dict()) or None
 
 
 def method_of(data: Mapping[str, Any]) -> Method:
     """Return the method of a `quantization_config`. Raise SourceError, by name, for one that is not described."""
     # Older bitsandbytes configs do not say their method
-    name = str(
-        getattr(data.get("quant_method"), "value", data.get("quant_method"))
-        or ("bitsandbytes" if data.get("load_in_4bit") or data.get("load_in_8bit") else "")
-    )
+    usual = "bitsandbytes" if data.get("load_in_4bit") or data.get("load_in_8bit") else ""
+    name = str(getattr(data.get("quant_method"), "value", data.get("quant_method")) or usual)
     if name not in _METHODS:
         raise SourceError(
             f"quantization method {name!r} is not supported",
@@ -254,8 +242,7 @@ def _awq(data: Mapping[str, Any]) -> Method:
     if layout != "gemm":
         raise SourceError(f"AWQ checkpoints of version {layout!r} are not supported", hint="version 'gemm' is")
     scheme = scheme_of("awq", bits=bits, group=group, pack=32 // bits)
-    skipped = _names(data.get("modules_to_not_convert"))
-    return Method("awq", (Group(scheme),), skipped, default_skips=True)
+    return Method("awq", (Group(scheme),), _names(data.get("modules_to_not_convert")), default_skips=True)
 
 
 def _gptq(data: Mapping[str, Any]) -> Method:
@@ -267,12 +254,10 @@ def _gptq(data: Mapping[str, Any]) -> Method:
         one_more = str(said.get("checkpoint_format", "gptq")).lower() != "gptq_v2"
         return scheme_of("gptq", form, bits=bits, group=group, pack=pack, words=words, one_more=one_more)
 
-    own = tuple(
-        Group(scheme({**data, **said}), names=(f"re:{pattern.removeprefix('+:')}",))
-        for pattern, said in (data.get("dynamic") or {}).items()
-        if not pattern.startswith("-:")
-    )
-    skipped = tuple(f"re:{key[2:]}" for key in data.get("dynamic") or {} if key.startswith("-:"))
+    dynamic = data.get("dynamic") or {}
+    kept = {f"re:{key.removeprefix('+:')}": said for key, said in dynamic.items() if not key.startswith("-:")}
+    own = tuple(Group(scheme({**data, **said}), names=(pattern,)) for pattern, said in kept.items())
+    skipped = tuple(f"re:{key[2:]}" for key in dynamic if key.startswith("-:"))
     inside = data.get("modules_in_block_to_quantize")
     only = tuple(name for names in inside for name in ([names] if isinstance(names, str) else names)) if inside else ()
     blocks = data.get("block_name_to_quantize")
@@ -289,9 +274,8 @@ def _auto_round(data: Mapping[str, Any]) -> Method:
         return _awq({**data, "version": "gemm"})
     if "gptq" in packing or packing in ("auto_round", "auto_round:gptqmodel"):
         return _gptq(data)
-    raise SourceError(
-        f"auto-round checkpoints packed as {packing!r} are not supported", hint="the layouts of GPTQ and AWQ are"
-    )
+    text = f"auto-round checkpoints packed as {packing!r} are not supported"
+    raise SourceError(text, hint="the layouts of GPTQ and AWQ are")
 
 
 def _bitsandbytes(data: Mapping[str, Any]) -> Method:
