@@ -351,11 +351,10 @@ def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
 def _data(question: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
     if policy is None:
         return DataRanks()
-    compute, reduce = policy.param_dtype, policy.reduce_dtype
+    compute, reduce = (dtype.itemsize if dtype else None for dtype in (policy.param_dtype, policy.reduce_dtype))
     # of several micro-batches, gathered once
     reshard = False if question.stages > 1 else question.reshard_after_forward
-    return DataRanks(question.shards, question.size("dp_replicate"), True, compute.itemsize if compute else None,
-                     reduce.itemsize if reduce else None, reshard,
+    return DataRanks(question.shards, question.size("dp_replicate"), True, compute, reduce, reshard,
                      policy.output_dtype is not None, question.cpu_offload, question.exchange_experts)  # fmt: skip
 
 

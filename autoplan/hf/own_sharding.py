@@ -203,7 +203,7 @@ def with_all_positions(model: Any, feed: Mapping[str, Any], length: int) -> dict
     """Return a call with position ids, as transformers' Trainer passes them, if the model takes them."""
     import torch
 
-    ids = feed.get(_IDS)
+    ids: Any = feed.get(_IDS)
     takes = ids is not None and _POSITIONS in inspect.signature(model.forward).parameters
     return {**feed, **({_POSITIONS: torch.arange(length).expand(len(ids), -1)} if takes else {})}
 

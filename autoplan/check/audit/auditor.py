@@ -194,14 +194,12 @@ def _refused(model: Any, plan: Plan | None, right: Plan | None) -> str:
         check_names(model, plan)
     except PlanMismatchError as error:
         return f"{error.message}: `parallelize` refuses it"
-    if right is None or not plan.made_for.content or digest(plan) == plan.made_for.content or _alike(plan, right):
+    if right is None or not plan.made_for.content or digest(plan) == plan.made_for.content:
+        return ""
+    styles = [{(entry.pattern, entry.style) for entry in each.entries} for each in (plan, right)]
+    if plan.runtime == right.runtime and styles[0] == styles[1]:
         return ""
     return "the plan was edited after it was made and no longer follows from its choices: `parallelize` refuses it"
-
-
-def _alike(plan: Plan, right: Plan) -> bool:
-    styles = ({(entry.pattern, entry.style) for entry in each.entries} for each in (plan, right))
-    return plan.runtime == right.runtime and next(styles) == next(styles)
 
 
 def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:

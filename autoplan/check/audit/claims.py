@@ -37,12 +37,18 @@ class Verdict(StrEnum):
 
 def audit_claims(source: Any, tp_size: int = 2) -> Report:
     """Try every claim of a model's class. `details["claims"]` says of each: holds, wrong, doubtful, or not claimed."""
+    import torch
+
     from autoplan.check.verify.clone import clone_of
     from autoplan.hf.own_sharding import claims_of
 
     module = source.module()
     claims = claims_of(module)
-    clone = _as_written(clone_of(source))
+    clone = clone_of(source)
+    if clone.lifted:  # its code asks for single precision. What is compared runs the same operations twice
+        model = copied(clone.model)
+        cast_numbers(model, torch.float32)
+        clone = replace(clone, model=model, feeds=inputs_in(torch.float32, clone.feeds))
     verdicts: dict[str, Verdict] = {}
     findings: list[Finding] = []
 
@@ -75,17 +81,6 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
             "verdict": f"{claimed.count(Verdict.HOLDS)} of {len(claimed)} claims hold",
         },
     )
-
-
-def _as_written(clone: Any) -> Any:
-    """The clone in single precision if its code asks for that. What is compared runs the same operations twice."""
-    import torch
-
-    if not clone.lifted:
-        return clone
-    model = copied(clone.model)
-    cast_numbers(model, torch.float32)
-    return replace(clone, model=model, feeds=inputs_in(torch.float32, clone.feeds))
 
 
 def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:

@@ -93,8 +93,13 @@ def _line(finding: Finding) -> str:
 def held_against_model(model: nn.Module, plan: Plan, source: Source | None = None) -> Plan:
     """Return the plan if nothing has changed since it was made, or the same is made now; raise else. Plans put together
     in Python pass."""
-    changed = _changed(model, plan) if plan.made_for.content else ""
-    if not changed:
+    if not plan.made_for.content:
+        return plan
+    if digest(plan) != plan.made_for.content:
+        changed = f"the plan for {plan.model} was edited after it was made"
+    elif plan.made_for.model != model_hash(model) and not plan.packed:  # which its library builds of other modules
+        changed = f"the plan for {plan.model} was made for other code or other sizes than {type(model).__name__} has"
+    else:
         return plan
     check_matches(model, plan)
     try:
@@ -117,21 +122,10 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
     return replace(derived, model=plan.model)
 
 
-def _changed(model: nn.Module, plan: Plan) -> str:
-    """Return what has changed; "" if nothing."""
-    if digest(plan) != plan.made_for.content:
-        return f"the plan for {plan.model} was edited after it was made"
-    if plan.made_for.model != model_hash(model) and not plan.packed:  # which its library builds of other modules
-        return f"the plan for {plan.model} was made for other code or other sizes than {type(model).__name__} has"
-    return ""
-
-
 def _remedy(plan: Plan, hint: str = "") -> str:
-    remedy = f"{hint}; or " if hint else ""
-    return (
-        f"{remedy}plan again: {made_anew(plan)}; to shard differently, pass overrides={{pattern: style}} to "
-        "autoplan.plan; check=False applies the plan unchanged"
-    )
+    remedy = f"{hint}; or plan again" if hint else "plan again"
+    more = "to shard differently, pass overrides={pattern: style} to autoplan.plan"
+    return f"{remedy}: {made_anew(plan)}; {more}; check=False applies the plan unchanged"
 
 
 def _apart(ours: Any, other: Any, where: str = "") -> Iterator[str]:

@@ -95,10 +95,12 @@ def compare(
             continue
         pairs = [(rank.get(name), want.get(name)) for rank in ranks]
         errors_by_rank = [_error(got, wanted, largest, missing_is_zero) for got, wanted in pairs]
-        worst = max((error, number) for number, error in enumerate(errors_by_rank))
-        errors[name] = worst[0]
-        if not worst[0] <= tolerance.limit:
-            text = _wrong(worst, [rank.get(name) for rank in ranks], want.get(name), tolerance)
+        errors[name], number = max((error, number) for number, error in enumerate(errors_by_rank))
+        if not errors[name] <= tolerance.limit:
+            size = f"is off by {errors[name]:.2g}" if math.isfinite(errors[name]) else "cannot be right"
+            got = [rank.get(name) for rank in ranks]
+            agree = "" if all(_error(x, got[0], 0.0, False) <= 1e-9 for x in got) else "; ranks disagree"
+            text = f"{size} on rank {number}{_shapes(*pairs[number])}{agree} (allowed {tolerance.limit:g})"
             findings.append(Finding(check, "error", name, f"{what} {text}"))
     return findings, errors
 
@@ -127,25 +129,12 @@ def largest_of(tensor: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _wrong(
-    worst: tuple[float, int], got: Sequence[torch.Tensor | None], want: torch.Tensor | None, tolerance: Tolerance
-) -> str:
-    error, number = worst
-    size = f"is off by {error:.2g}" if math.isfinite(error) else "cannot be right"
-    agree = "" if _alike(got) else "; ranks disagree"
-    return f"{size} on rank {number}{_shapes(got[number], want)}{agree} (allowed {tolerance.limit:g})"
-
-
 def _shapes(got: torch.Tensor | None, want: torch.Tensor | None) -> str:
     if got is None:
         return ", which has none"
     if want is None:
         return ", the unsharded model has none"
     return "" if got.shape == want.shape else f", shape {list(got.shape)} instead of {list(want.shape)}"
-
-
-def _alike(tensors: Sequence[torch.Tensor | None]) -> bool:
-    return all(_error(a, tensors[0], 0.0, missing_is_zero=False) <= 1e-9 for a in tensors)
 
 
 # Measure what blocks move between simulated ranks, collective by collective, forward and backward.

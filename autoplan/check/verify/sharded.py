@@ -59,8 +59,9 @@ def check_sharding(
     another number of dims, which may fail. `dims`: names and sizes of the mesh to simulate, if it has more than the one
     dim "tp".
     """
-
-    start, wanted = time.perf_counter(), _chosen(checks)
+    start, wanted = time.perf_counter(), CHECK_NAMES if checks is None else tuple(checks)
+    if unknown := [name for name in wanted if name not in CHECK_NAMES]:
+        raise AutoplanError(f"no such check: {', '.join(map(repr, unknown))}", hint=f"choose from {CHECK_NAMES}")
     with one_compute_thread(), on_reference_path():  # around backward, too: checkpointed blocks run again there
         subject = _prepared(model, feeds, others or {}, labelled="loss" in wanted)
         subject = replace(subject, summed=sharding.summed, other_dims=other_dims or {})
@@ -147,15 +148,6 @@ def _changes_nothing(model: Any, reference: Mapping[str, Any]) -> bool:
         for group, seen in reference["inputs"].items()
         if not group.asked
     )
-
-
-def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
-    if checks is None:
-        return CHECK_NAMES
-    wanted = tuple(checks)
-    if unknown := [name for name in wanted if name not in CHECK_NAMES]:
-        raise AutoplanError(f"no such check: {', '.join(map(repr, unknown))}", hint=f"choose from {CHECK_NAMES}")
-    return wanted
 
 
 def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], labelled: bool) -> Any:

@@ -148,8 +148,11 @@ def needs_autoplan(plan: Plan) -> str:
     """Return why stock styles do not suffice, or an empty string."""
     if plan.sequence_parallel:
         return "sequence parallelism is applied to other modules than those that are sharded"
-    if elsewhere := _held_elsewhere(plan):
-        return f"{elsewhere} is tied to a planned parameter, and stock styles would untie them"
+    # A split parameter that no entry has is another name of a tied one
+    planned = {f"{e.pattern}.{name}" for e in plan.entries for name in e.parameters} | {e.pattern for e in plan.entries}
+    for split in (rule.pattern for rule in plan.runtime.parameters if rule.dim is not None):
+        if not any(matches(pattern, split) for pattern in planned):
+            return f"{split} is tied to a planned parameter, and stock styles would untie them"
     for part in parts_of(plan):
         for entry in part.entries:
             if entry.style not in _STOCK:
@@ -157,14 +160,6 @@ def needs_autoplan(plan: Plan) -> str:
         if not part.is_plain:
             return str(part.needs[0]) if part.needs else f"{part.container} is more than column and row layers"
     return ""
-
-
-def _held_elsewhere(plan: Plan) -> str:
-    """Return a split parameter that no entry has, another name of a tied one; "" if there is none."""
-    entry_names = {f"{entry.pattern}.{name}" for entry in plan.entries for name in entry.parameters}
-    entry_names |= {entry.pattern for entry in plan.entries}
-    split = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
-    return next((name for name in split if not any(matches(pattern, name) for pattern in entry_names)), "")
 
 
 def torch_module(plan: Plan) -> str:
@@ -186,10 +181,9 @@ def torch_module(plan: Plan) -> str:
         lines.append(f'        "{entry.pattern}": {style},')
         if word == "tied_head" and table is not None:
             again += f'    model.get_submodule("{entry.pattern}").weight = model.get_submodule("{table}").weight\n'
-    note = (
-        "    # parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again.\n"
-    )
-    again = note + again if again else ""
+    if again:
+        note = "parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again."
+        again = f"    # {note}\n{again}"
     return heading + template("torch_styles.py.txt").format(lines="\n".join(lines), tp=plan.tp_size, again=again)
 
 

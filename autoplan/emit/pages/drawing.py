@@ -229,9 +229,9 @@ def _rect(shape: Shape, **attributes: Any) -> Safe:
 
 
 def _edge_svg(edge: Edge) -> Safe:
-    tone = f" {tone_of(edge.axis)}" if edge.axis >= 0 else ""
-    return el("line", x1=_number(edge.x), x2=_number(edge.x), y1=_number(edge.top), y2=_number(edge.bottom),
-              class_=f"edge {edge.kind}{tone}")  # fmt: skip
+    x, tone = _number(edge.x), f" {tone_of(edge.axis)}" if edge.axis >= 0 else ""
+    kind = f"edge {edge.kind}{tone}"
+    return el("line", x1=x, x2=x, y1=_number(edge.top), y2=_number(edge.bottom), class_=kind)
 
 
 def _words_svg(words: Words) -> Safe:
@@ -242,16 +242,12 @@ def _box_svg(shape: Shape, drawing: Drawing) -> Safe:
     box = shape.box
     assert box is not None
     tone = box.tone or (tone_of(box.axis.number) if box.axis else "whole")
-    texts = [_words_svg(w) for w in drawing.words if w.box is box and _within(w, shape)]
+    inside = (w for w in drawing.words if w.box is box and shape.x <= w.x <= shape.x + shape.width)
+    texts = [_words_svg(w) for w in inside if shape.y <= w.y <= shape.y + shape.height]
     label = f"{box.path}: {', '.join(box.lines)}"
-    inside = (el("title", label), _rect(shape, rx=4), *texts)
     pinned = " pinned" if box.findings else ""
-    group = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
+    group = el("g", el("title", label), _rect(shape, rx=4), *texts, class_=f"box {tone}{pinned}", data_path=box.path)
     return el("a", group, href=f"#{box.link}", aria_label=label) if box.link else group
-
-
-def _within(words: Words, shape: Shape) -> bool:
-    return shape.x <= words.x <= shape.x + shape.width and shape.y <= words.y <= shape.y + shape.height
 
 
 def _number(value: float) -> str:

@@ -49,16 +49,11 @@ def plan_page(
     values = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
     planned = {**what_if, plan.ranks: WhatIf(plan, estimate)}
     sizes = tuple(sorted(planned))
-    parts = plan_parts(plan, memory_cases(planned, memory, sizes, plan.ranks), planned)
+    held = {n: memory_section(case.estimate, memory, alone=False) for n, case in planned.items()}
+    estimated = any(case.estimate is not None for case in planned.values())
+    memories = section("Memory of a rank", "memory", cases(held, sizes, plan.ranks)) if estimated else None
+    parts = plan_parts(plan, memories, planned)
     return whole_page(f"{plan.model} at {plan.over.replace('=', ' ')}", *parts, held=values, sizes=sizes)
-
-
-def memory_cases(what_ifs: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:
-    """Return the memory of a rank in each case; None if no case has an estimate."""
-    if all(case.estimate is None for case in what_ifs.values()):
-        return None
-    sections = {n: memory_section(case.estimate, memory, alone=False) for n, case in what_ifs.items()}
-    return section("Memory of a rank", "memory", cases(sections, numbers, own))
 
 
 def pictures(plans: Mapping[int, Plan], numbers: Sequence[int], own: int, links: dict[str, str]) -> Safe:

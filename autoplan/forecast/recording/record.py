@@ -211,7 +211,9 @@ class _Watching(DispatchMode):
         result = func(*args, **kwargs) if grouped is None else grouped
         log, space = self.log, func.namespace
         collective = space in _COLLECTIVES
-        results = [one for one in tensors_within(result) if not _about_shapes(one)]
+        # On meta only shapes are computed. `is_meta` of a fake tensor would be an op
+        devices = ((one, getattr(one, "fake_device", None) or one.device) for one in tensors_within(result))
+        results = [one for one, device in devices if device.type != "meta"]
         if collective:
             log.fusion.kernel += 1
             self._message(func, args, kwargs, results)
@@ -241,12 +243,6 @@ class _Watching(DispatchMode):
         group = next((name for name in names if name in self.groups), "")
         dim = self.groups.get(group, "")
         self.log.items.append(Message(kind, dim, sent.nbytes, out.nbytes, self.log.modules[-1]))
-
-
-def _about_shapes(tensor: torch.Tensor) -> bool:
-    """Return whether it is on meta, as where only shapes are computed. `is_meta` of a fake tensor would be an op."""
-    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
-    return device.type == "meta"
 
 
 def _group_name(value: Any) -> str:

@@ -42,6 +42,7 @@ _SAMPLES, _FRAMES = 4000, 128
 _TINY = 256  # rows of a vocabulary
 _PICTURE = ("pixel_values",)
 _AUDIO = ("input_features", "input_values", "audio_values")
+_STATES = ("encoder_outputs", "encoder_hidden_states", "cross_attention_states")
 
 
 def make_feeds(
@@ -69,7 +70,9 @@ def make_feeds(
             notes.append(f"no feed with {modality.argument}: {error.message}; pass one in inputs= to cover it")
     if {"image", "audio"} <= feeds.keys():
         feeds |= together(model, {kind: feeds[kind] for kind in ("image", "audio")})
-    argument = maker.states_argument() if name == "text" else None
+    # A lone decoder's argument for an encoder's states; whether it reads them shows in a run
+    lone = name == "text" and not maker.takes("decoder_input_ids")
+    argument = next((states for states in _STATES if lone and maker.takes(states)), None)
     if argument is not None:
         crossed = {**main, argument: maker.encoded()}
         with_states = tried(model, crossed, main)
@@ -178,11 +181,6 @@ class _Maker:
         if (name or self.main) != "input_features":
             return self.draw.normal((self.batch, _SAMPLES))
         return self.draw.normal((self.batch, _FRAMES, bands_of(self.configs)[0]))
-
-    def states_argument(self) -> str | None:
-        """Return a lone decoder's argument for an encoder's states; whether it reads them shows in a run."""
-        names = ("encoder_outputs", "encoder_hidden_states", "cross_attention_states")
-        return next((n for n in names if self.takes(n) and not self.takes("decoder_input_ids")), None)
 
     def encoded(self) -> torch.Tensor:
         """Return an encoder's output, of a sequence that differs from the text in length."""

@@ -179,7 +179,7 @@ _BNB_BLOCK = 64
 def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
     """Return, as plain data, the first `quantization_config` of a config or of those inside it."""
     settings = (getattr(config, "quantization_config", None) for config in configs)
-    first = next((one for one in settings if one is not None), {})
+    first: Any = next((one for one in settings if one is not None), {})
     return (dict(first) if isinstance(first, Mapping) else first.to_dict()) or None
 
 
