@@ -23,10 +23,8 @@ def explain(plan: Plan, path: str) -> str:
     if not under and not whole:
         patterns = [entry.pattern for entry in plan.entries] + list(fold_names(item.fqn for item in plan.replicated))
         close = nearest(path, patterns)
-        raise AutoplanError(
-            f"the plan for {plan.model} has no entry for {path!r}",
-            hint=f"nearest paths: {', '.join(close)}" if close else "print the plan to see its paths",
-        )
+        hint = f"nearest paths: {', '.join(close)}" if close else "print the plan to see its paths"
+        raise AutoplanError(f"the plan for {plan.model} has no entry for {path!r}", hint=hint)
     lines = [path]
     if under:
         facts = [filter(None, (other.style, other.units, f"rule {other.rule}")) for other in under]

@@ -145,10 +145,8 @@ class Choice(Shown):
         plain = isinstance(common.mp_policy, str | bool | None)
         own = "a loss of your own" if common.loss else "" if plain else "a mixed-precision policy of your own"
         if best.run_by or own:
-            raise AutoplanError(
-                f"a script runs what autoplan runs, not {best.run_by or own}",
-                hint="choose without loss= and what others run, and with mp_policy='bf16', to get a script",
-            )
+            hint = "choose without loss= and what others run, and with mp_policy='bf16', to get a script"
+            raise AutoplanError(f"a script runs what autoplan runs, not {best.run_by or own}", hint=hint)
         inputs = inputs_of(self.steps, Setting(sequence=best.sequence, training=best.train != "inference"))
         packed = bool(self.steps.packed)
         return script_text(self.source, self.best, self.options(), self.device.per_node, inputs, packed)

@@ -123,10 +123,8 @@ def estimate(
     named = model.model if isinstance(model, Plan) else model
     module, dot, cls = model.model.rpartition(".") if isinstance(model, Plan) else ("", "", "")
     if dot and cls[:1].isupper() and all(part.isidentifier() for part in module.split(".")):  # no folder, no colon
-        raise SourceError(
-            f"the plan names the class {module}.{cls}, but not where its config is",
-            hint="estimate(model, plan=plan, …), with the model, its config, or the folder that was planned",
-        )
+        hint = "estimate(model, plan=plan, …), with the model, its config, or the folder that was planned"
+        raise SourceError(f"the plan names the class {module}.{cls}, but not where its config is", hint=hint)
     check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
     rank = lora_rank if train == "lora" else 0
     source = resolve(named, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -207,9 +205,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
     load = Load(tuple(flops.items()), moved, once, trained, ahead, walk.messages("forward"), *pieces)
     decoded, sequences = 0.0, max(batch, question.concurrency)
     if question.concurrency and not whole:
-        raise AutoplanError(
-            f"concurrency={question.concurrency}: {steps.source.name} has no cache of keys and values", hint="omit it"
-        )
+        text = f"concurrency={question.concurrency}: {steps.source.name} has no cache of keys and values"
+        raise AutoplanError(text, hint="omit it")
     if tokens and whole:
         share = sequences / (batch * tokens)
         read = weights - unread(walk, units, share) + int(whole + others)
@@ -240,10 +237,8 @@ def _chunk(steps: Steps, question: Asked) -> int:
     names = conventions()
     taken = inspect.signature(steps.module.forward).parameters
     if names.last_logits not in taken or names.targets not in taken:
-        raise AutoplanError(
-            f"chunked_loss=True: {steps.source.name} cannot compute logits of some tokens only",
-            hint="pass loss=, a function of outputs and labels",
-        )
+        text = f"chunked_loss=True: {steps.source.name} cannot compute logits of some tokens only"
+        raise AutoplanError(text, hint="pass loss=, a function of outputs and labels")
     return max(1, question.sequence // _CHUNKS)
 
 

@@ -106,10 +106,8 @@ class Steps:
         if self.given is not None:
             check_argument("plan", self.given, Plan, "pass the result of autoplan.plan() or load_plan()")
             if self.adapters:
-                raise AutoplanError(
-                    f"the plan is for {self.source.name} without adapters, and no parameter of the model is frozen",
-                    hint="omit the plan, or add the adapters and plan that model",
-                )
+                text = f"the plan is for {self.source.name} without adapters, and no parameter of the model is frozen"
+                raise AutoplanError(text, hint="omit the plan, or add the adapters and plan that model")
 
     @cached_property
     def module(self) -> nn.Module:

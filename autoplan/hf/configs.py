@@ -93,10 +93,8 @@ def limited_modules(name: str) -> Iterator[None]:
         if threading.get_ident() == thread:
             registered += 1
             if registered > MOST_REGISTERED:
-                raise SourceError(
-                    f"{name} would have more than {MOST_REGISTERED:,} modules and parameters",
-                    hint="check the counts in its config",
-                )
+                hint = "check the counts in its config"
+                raise SourceError(f"{name} would have more than {MOST_REGISTERED:,} modules and parameters", hint=hint)
 
     with (
         torch_modules.register_module_module_registration_hook(count),
@@ -182,10 +180,8 @@ def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig
     if weights not in choices:
         raise AutoplanError(f"weights={weights!r}", hint=f"choose one of {', '.join(choices)}")
     if config is None:
-        raise AutoplanError(
-            f"weights={weights!r} was requested for a model without a config",
-            hint="pass the config or the folder of the model, or the module in that dtype",
-        )
+        hint = "pass the config or the folder of the model, or the module in that dtype"
+        raise AutoplanError(f"weights={weights!r} was requested for a model without a config", hint=hint)
     changed = copy.deepcopy(config)
     for part in all_configs(changed):
         if getattr(part, "quantization_config", None) is not None:
@@ -210,8 +206,6 @@ def _of_checkpoint(folder: Path) -> torch.dtype | None:
                 if (dtype := _FLOATS.get(entry.get_dtype())) is not None:
                     sizes[dtype] += torch.Size(entry.get_shape()).numel() * dtype.itemsize
     except (SafetensorError, OSError) as error:
-        raise SourceError(
-            f"cannot read {file}, and {folder}/config.json sets no dtype: {error}",
-            hint="complete the download, or set the dtype in config.json",
-        ) from error
+        hint = "complete the download, or set the dtype in config.json"
+        raise SourceError(f"cannot read {file}, and {folder}/config.json sets no dtype: {error}", hint=hint) from error
     return max(sizes, key=sizes.__getitem__, default=None)

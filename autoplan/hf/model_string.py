@@ -84,10 +84,8 @@ def default_config(model_type: str) -> PretrainedConfig:
     try:
         return CONFIG_MAPPING[model_type](**copy.deepcopy(open_fields(model_type)))
     except Exception as error:  # a config class may raise anything
-        raise SourceError(
-            f"the default config of model type {model_type!r} cannot be made: {error}",
-            hint="pass a folder with a config.json, or a config object",
-        ) from error
+        text = f"the default config of model type {model_type!r} cannot be made: {error}"
+        raise SourceError(text, hint="pass a folder with a config.json, or a config object") from error
 
 
 def _from_hub(text: str, trust_remote_code: bool) -> Found:
@@ -148,10 +146,8 @@ def _from_builder(module_name: str, function_name: str) -> Found:
     result = _call_of_user(module_name, function_name, builder)
     module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(module, nn.Module):
-        raise SourceError(
-            f"{builder}() returned {type(module).__name__}",
-            hint="a builder returns an nn.Module, or (module, inputs) with inputs as keyword arguments of its forward",
-        )
+        hint = "a builder returns an nn.Module, or (module, inputs) with inputs as keyword arguments of its forward"
+        raise SourceError(f"{builder}() returned {type(module).__name__}", hint=hint)
     if inputs is not None and not isinstance(inputs, Mapping):
         text = f"{builder}() returned a {type(inputs).__name__} as inputs"
         raise SourceError(text, hint="return a dict: argument name -> tensor")
@@ -162,10 +158,8 @@ def inputs_from_string(text: str) -> Mapping[str, Any]:
     """Call `package.module:function`, which returns example arguments of a model's forward by name."""
     module_name, _, function_name = text.strip().partition(":")
     if not module_name or not function_name:
-        raise SourceError(
-            f"--inputs {text!r} is not 'package.module:function'",
-            hint="name a function that returns {argument of the forward: tensor}; it is called without arguments",
-        )
+        hint = "name a function that returns {argument of the forward: tensor}; it is called without arguments"
+        raise SourceError(f"--inputs {text!r} is not 'package.module:function'", hint=hint)
     inputs = _call_of_user(module_name, function_name, text)
     if not isinstance(inputs, Mapping):
         raise SourceError(f"{text}() returned {type(inputs).__name__}", hint="return a dict: argument name -> tensor")
@@ -191,10 +185,8 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
         if builder is not None:
             raise SourceError(f"{what} is a {type(builder).__name__}", hint="pass the name of a function")
         near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], 3)
-        raise SourceError(
-            f"{what}: {module_name} has no function {function_name!r}",
-            hint=f"did you mean {', '.join(near)}?" if near else "pass the name of a function of that module",
-        )
+        hint = f"did you mean {', '.join(near)}?" if near else "pass the name of a function of that module"
+        raise SourceError(f"{what}: {module_name} has no function {function_name!r}", hint=hint)
     try:
         return builder()
     except (Exception, SystemExit) as error:  # the user's code may raise anything
@@ -210,16 +202,12 @@ def transformers_class(name: str, config: PretrainedConfig, where: str, trust_re
     references = getattr(config, "auto_map", None) or {}
     reference = next((r for r in references.values() if isinstance(r, str) and r.endswith(f".{name}")), None)
     if reference is None:
-        raise SourceError(
-            f"transformers {transformers.__version__} has no class {name!r} (architectures[0] of the config)",
-            hint="fix `architectures`, or build the model under torch.device('meta') and pass it",
-        )
+        text = f"transformers {transformers.__version__} has no class {name!r} (architectures[0] of the config)"
+        raise SourceError(text, hint="fix `architectures`, or build the model under torch.device('meta') and pass it")
     if not trust_remote_code:
         raise _remote_code_error(where or name)
     try:
         return get_class_from_dynamic_module(reference, where or config.name_or_path or "")
     except Exception as error:  # fetching and importing someone's code may raise anything
-        raise SourceError(
-            f"{reference} of {where} cannot be imported: {type(error).__name__}: {error}",
-            hint="install what it imports, or update it for this transformers version",
-        ) from error
+        text = f"{reference} of {where} cannot be imported: {type(error).__name__}: {error}"
+        raise SourceError(text, hint="install what it imports, or update it for this transformers version") from error

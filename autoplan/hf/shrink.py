@@ -139,10 +139,8 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
             with suppress(Exception):  # the first refusal is reported
                 return _built(config, {**keywords, **alike}, layers, work)
         small = {name: value for name, value in keywords.items() if isinstance(value, int | list)}
-        raise SourceError(
-            f"{type(config).__name__} rejects the sizes of a tiny clone: {error}",
-            hint=f"tried {small}; set what it needs in rules/inputs/{config.model_type}.toml under [tiny]",
-        ) from error
+        hint = f"tried {small}; set what it needs in rules/inputs/{config.model_type}.toml under [tiny]"
+        raise SourceError(f"{type(config).__name__} rejects the sizes of a tiny clone: {error}", hint=hint) from error
 
 
 def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int], work: _Shrinking) -> PretrainedConfig:

@@ -290,10 +290,8 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
     except SourceError:
         raise
     except CANNOT_BUILD as error:
-        raise SourceError(
-            f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
-            hint="fix the config, or build the model yourself and pass it",
-        ) from error
+        text = f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}"
+        raise SourceError(text, hint="fix the config, or build the model yourself and pass it") from error
 
 
 def _count(model: nn.Module) -> int:

@@ -179,10 +179,8 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
         ours = written if isinstance(written, Plan) else draft_plan(source, Wish(tp_size), choices=written).plan
         return replace(foreign_of(ours), name=f"the {foreign} plan")
     if foreign.plan is not None and foreign.plan.tp_size != tp_size:
-        raise PlanMismatchError(
-            f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}",
-            hint=f"audit it at tp_size={foreign.plan.tp_size}, or make a new plan",
-        )
+        hint = f"audit it at tp_size={foreign.plan.tp_size}, or make a new plan"
+        raise PlanMismatchError(f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}", hint=hint)
     return foreign
 
 

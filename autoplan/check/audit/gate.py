@@ -106,9 +106,8 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
         source = resolve(model) if source is None else source
         derived = proven_plan(source, wish_of_plan(plan), choices_of_plan(plan), source.module())
     except AutoplanError as error:
-        raise PlanMismatchError(
-            f"{changed}, and it cannot be planned again: {error.message}", hint=_remedy(plan, error.hint)
-        ) from error
+        hint = _remedy(plan, error.hint)
+        raise PlanMismatchError(f"{changed}, and it cannot be planned again: {error.message}", hint=hint) from error
     # What steers the model, without how it was made
     ours, other = ({n: v for n, v in steering(each).items() if n != "made_for"} for each in (plan, derived))
     apart = list(_apart(ours, other))

@@ -97,10 +97,8 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
     if text == "hf":
         plan = conventions().shipped_plan(model)
         if not plan:
-            raise WrittenPlanError(
-                f"{name} has no transformers plan: neither its classes nor its configs have one",
-                hint="audit plan='inferred', or write one: {pattern: style}",
-            )
+            text = f"{name} has no transformers plan: neither its classes nor its configs have one"
+            raise WrittenPlanError(text, hint="audit plan='inferred', or write one: {pattern: style}")
         return _of_mapping(plan, f"transformers' plan of {name}", model)
     if is_file(text):
         path = Path(text)
@@ -113,10 +111,8 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
     if plan_by_id(text) is not None:
         return text
     if not looks_dotted(text):
-        raise WrittenPlanError(
-            f"plan {text!r} is not an existing file, plan id or dotted path",
-            hint="give 'hf', 'inferred', a plan file, package.module:attribute, or a dict",
-        )
+        hint = "give 'hf', 'inferred', a plan file, package.module:attribute, or a dict"
+        raise WrittenPlanError(f"plan {text!r} is not an existing file, plan id or dotted path", hint=hint)
     value = plan_at(text, model)
     return foreign_of(value, text) if isinstance(value, Plan) else _of_mapping(value, text, model)
 

@@ -49,10 +49,8 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
             hint="use module-level functions (a lambda in a model cannot be pickled), or engine='threads'",
         ) from error
     if multiprocessing.current_process().daemon:  # Python forbids such a process to start others
-        raise AutoplanError(
-            "a daemonic process cannot start rank processes",
-            hint="plan in the main process or in a non-daemonic one, and pass the plan on",
-        )
+        hint = "plan in the main process or in a non-daemonic one, and pass the plan on"
+        raise AutoplanError("a daemonic process cannot start rank processes", hint=hint)
     context, places = process_context(), from_here()
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:
         processes, pipes = [], []
@@ -85,10 +83,8 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
         ready = wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
             missing = [rank for rank in range(len(pipes)) if rank not in results]
-            raise RankTimeout(
-                f"ranks {missing} of {len(pipes)} did not finish in {timeout:g} s",
-                hint="every rank must issue the same collectives in the same order",
-            )
+            hint = "every rank must issue the same collectives in the same order"
+            raise RankTimeout(f"ranks {missing} of {len(pipes)} did not finish in {timeout:g} s", hint=hint)
         failed: list[tuple[float, int, Any]] = []
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]

@@ -362,10 +362,8 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
         if name not in NAMES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise AutoplanError(f"mesh {text!r}: {name}={size}", hint=f"sizes from 1, for {', '.join(NAMES)}")
     if pairs.get("tp", 1) > 1 and pairs.get("ep", 1) > 1:
-        raise AutoplanError(
-            f"mesh {text!r} has tp and ep: experts use the tp ranks, or a dim of their own",
-            hint="omit ep and pass ep_size, or omit tp",
-        )
+        hint = "omit ep and pass ep_size, or omit tp"
+        raise AutoplanError(f"mesh {text!r} has tp and ep: experts use the tp ranks, or a dim of their own", hint=hint)
     check_context_size(pairs.get("cp", 1), pairs.get("tp", 1), pairs.get("ep", 1))
     order = sorted(pairs, key=lambda name: (name in ("tp", "ep"), name == "cp", name != "dp_replicate"))
     return MeshSizes(tuple(order), tuple(pairs[name] for name in order))

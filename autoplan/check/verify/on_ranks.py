@@ -247,9 +247,8 @@ def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
     for name in blocks:
         inside = [runs[id(part)] for part in modules[name].modules() if id(part) in runs]
         if not inside:
-            raise AutoplanError(
-                f"{name} was not checkpointed", hint="autoplan.applied(model).notes says what was left out"
-            )
+            hint = "autoplan.applied(model).notes says what was left out"
+            raise AutoplanError(f"{name} was not checkpointed", hint=hint)
         for part, run in inside:
             if run.again > run.kept:
                 raise AutoplanError(f"{part} was called {run.kept} times but recomputed {run.again} times")

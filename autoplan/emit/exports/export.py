@@ -247,16 +247,12 @@ def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) ->
     for name in names:
         meant, reads = written.get(starred(name), "replicate"), vllm_style(written, name)
         if meant != reads:
-            raise ExportError(
-                f"vLLM treats keys as regular expressions, and would match {name} to {reads}, not {meant}",
-                hint="choose which of the keys to drop with overrides={key: 'replicate'}",
-            )
+            text = f"vLLM treats keys as regular expressions, and would match {name} to {reads}, not {meant}"
+            raise ExportError(text, hint="choose which of the keys to drop with overrides={key: 'replicate'}")
     cut = any(style not in _WHOLE for style in written.values())
     if names and cut and all(vllm_style(written, name) in _WHOLE for name in names):
-        raise ExportError(
-            f"none of the {len(names)} linear layers of vLLM's base model match the keys of this plan",
-            hint=f"keys begin inside the base model, {base!r}",
-        )
+        text = f"none of the {len(names)} linear layers of vLLM's base model match the keys of this plan"
+        raise ExportError(text, hint=f"keys begin inside the base model, {base!r}")
     return lambda name: name.startswith(inside) and vllm_style(written, name.removeprefix(inside)) not in _WHOLE
 
 

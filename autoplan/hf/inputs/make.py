@@ -56,10 +56,8 @@ def make_feeds(
         inputs = inputs or derive(model, batch, length, seed)  # its error names what fails
         return {"forward": {**inputs, **maker.without_cache()}}, []
     if not main:
-        raise CaptureError(
-            f"cannot make inputs for {type(model).__name__}: its main input is {maker.main!r}",
-            hint="pass inputs={argument: tensor} for its forward",
-        )
+        text = f"cannot make inputs for {type(model).__name__}: its main input is {maker.main!r}"
+        raise CaptureError(text, hint="pass inputs={argument: tensor} for its forward")
     main = maker.with_what_text_needs(main) if "input_ids" in main else maker.as_it_runs(main)
     name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
     feeds, notes = {name: main}, []
@@ -305,10 +303,8 @@ def users_feeds(inputs: Mapping[str, Any], arguments: Collection[str] = ()) -> d
     A feed with the key "@module" calls that submodule in place of the model (`capture/called.py`).
     """
     if not isinstance(inputs, Mapping) or not inputs:
-        raise CaptureError(
-            f"inputs= is {'empty' if isinstance(inputs, Mapping) else type(inputs).__name__}",
-            hint="pass {argument: tensor}, or {feed name: {argument: tensor}}",
-        )
+        hint = "pass {argument: tensor}, or {feed name: {argument: tensor}}"
+        raise CaptureError(f"inputs= is {'empty' if isinstance(inputs, Mapping) else type(inputs).__name__}", hint=hint)
     for wrong in (name for name in inputs if not isinstance(name, str)):
         raise CaptureError(f"inputs= has the key {wrong!r}", hint="keys are names of forward's arguments")
     if all(isinstance(value, Mapping) for value in inputs.values()) and not all(name in arguments for name in inputs):

@@ -20,15 +20,11 @@ _LINEAR = "Linear"
 def compressed_tensors(data: Mapping[str, Any]) -> Method:
     """Read a config of compressed-tensors. A checkpoint that is not compressed holds plain weights, and is refused."""
     if data.get("quantization_status", "compressed") != "compressed":
-        raise SourceError(
-            f"compressed-tensors with quantization_status {data['quantization_status']!r} stores weights unquantised",
-            hint="compress the checkpoint, or delete its quantization_config",
-        )
+        text = f"compressed-tensors with quantization_status {data['quantization_status']!r} stores weights unquantised"
+        raise SourceError(text, hint="compress the checkpoint, or delete its quantization_config")
     if (data.get("sparsity_config") or {}).get("format", "dense") not in ("dense", None):
-        raise SourceError(
-            f"compressed-tensors in the sparse format {data['sparsity_config']['format']!r} is not supported",
-            hint="dense formats are",
-        )
+        text = f"compressed-tensors in the sparse format {data['sparsity_config']['format']!r} is not supported"
+        raise SourceError(text, hint="dense formats are")
     groups = []
     for entry in data["config_groups"].values():
         targets = tuple(str(target) for target in entry.get("targets") or (_LINEAR,))
@@ -91,10 +87,8 @@ def torchao(data: Mapping[str, Any]) -> Method:
     """Read a config of torchao, a dict {"_type", "_data"} under "default"."""
     configuration = data["quant_type"]
     if isinstance(configuration, str):
-        raise SourceError(
-            f"torchao's quantization type {configuration!r} is only a name, which newer versions do not read",
-            hint="save the checkpoint again with a configuration object",
-        )
+        text = f"torchao's quantization type {configuration!r} is only a name, which newer versions do not read"
+        raise SourceError(text, hint="save the checkpoint again with a configuration object")
     configuration = configuration.get("default", configuration)
     skipped = tuple(map(str, data.get("modules_to_not_convert") or ()))
     groups: list[Group] = []
@@ -118,10 +112,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
         packing = fields.get("int4_packing_format") or "plain"
         packing = str(packing["_data"] if isinstance(packing, Mapping) else packing).lower().rpartition(".")[2]
         if packing != "plain":
-            raise SourceError(
-                f"torchao's int4 in the packing {packing!r} is not supported",
-                hint="a packing for one device's kernel cannot be sharded; save the checkpoint in the plain packing",
-            )
+            hint = "a packing for one device's kernel cannot be sharded; save the checkpoint in the plain packing"
+            raise SourceError(f"torchao's int4 in the packing {packing!r} is not supported", hint=hint)
         return scheme_of("torchao", "int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
     if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
         rows, columns = _scaled(fields.get("granularity"), int(fields.get("group_size") or 0))
@@ -129,10 +121,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
     if kind in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
         packing = str(fields.get("intx_packing_format") or "unpacked_to_int8").lower()
         if "unpacked_to_int8" not in packing:
-            raise SourceError(
-                f"torchao's {kind} in the packing {packing!r} is not supported",
-                hint="a packing for one device's kernel cannot be sharded; save the checkpoint unpacked to int8",
-            )
+            hint = "a packing for one device's kernel cannot be sharded; save the checkpoint unpacked to int8"
+            raise SourceError(f"torchao's {kind} in the packing {packing!r} is not supported", hint=hint)
         said_of = fields.get("weight_granularity") or fields.get("granularity")
         rows, columns = _scaled(said_of, 0 if kind == "IntxWeightOnlyConfig" else 32)
         return _integers(rows, columns, "bfloat16")
@@ -140,10 +130,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
         per_tensor = "PerTensor" in str(fields.get("granularity"))
         rows = 0 if per_tensor and kind.startswith("Float8Dynamic") else 1
         return scheme_of("torchao", "plain", dtype="float8_e4m3fn", scale="float32", rows=rows, columns=0)
-    raise SourceError(
-        f"torchao's {kind} is not supported",
-        hint="supported: Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8",
-    )
+    hint = "supported: Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8"
+    raise SourceError(f"torchao's {kind} is not supported", hint=hint)
 
 
 def _integers(rows: int, columns: int, scale: str) -> Scheme:
@@ -189,19 +177,15 @@ def method_of(data: Mapping[str, Any]) -> Method:
     usual = "bitsandbytes" if data.get("load_in_4bit") or data.get("load_in_8bit") else ""
     name = str(getattr(data.get("quant_method"), "value", data.get("quant_method")) or usual)
     if name not in _METHODS:
-        raise SourceError(
-            f"quantization method {name!r} is not supported",
-            hint=f"supported: {', '.join(_METHODS)}; without `quantization_config` the model is planned dequantised",
-        )
+        hint = f"supported: {', '.join(_METHODS)}; without `quantization_config` the model is planned dequantised"
+        raise SourceError(f"quantization method {name!r} is not supported", hint=hint)
     try:
         return _METHODS[name](data)
     except SourceError:
         raise
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise SourceError(
-            f"the quantization_config of method {name!r} cannot be read: {type(error).__name__}: {error}",
-            hint="compare it with that of a checkpoint of the same method",
-        ) from error
+        text = f"the quantization_config of method {name!r} cannot be read: {type(error).__name__}: {error}"
+        raise SourceError(text, hint="compare it with that of a checkpoint of the same method") from error
 
 
 # float8

@@ -169,10 +169,8 @@ def stored_weights(
     if data is None:
         odd = next((key for key, _, _ in announced(keys)), None)
         if odd is not None:
-            raise SourceError(
-                f"{folder} holds quantised weights ({odd}), but its config.json has no quantization_config",
-                hint="fetch the config.json that belongs to these files",
-            )
+            text = f"{folder} holds quantised weights ({odd}), but its config.json has no quantization_config"
+            raise SourceError(text, hint="fetch the config.json that belongs to these files")
         return ()
     method = method_of(data)
     weights = tuple(_checkpoint_weights(folder, method, keys, shape, read))
@@ -206,9 +204,8 @@ def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
 def _quantization_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
-        raise SourceError(
-            f"{folder} has no config.json, which describes how its weights are quantised", hint="copy it there"
-        )
+        hint = "copy it there"
+        raise SourceError(f"{folder} has no config.json, which describes how its weights are quantised", hint=hint)
     config = read_plain(path, NotPlain(error=SourceError, hint="fetch it again"), notation="json")
     if not isinstance(config, dict):
         raise SourceError(f"{path} holds a {type(config).__name__}, not a mapping", hint="fetch it again")
@@ -245,10 +242,8 @@ def _plain(
         state_data = json.loads(bytes(read(state).tolist()).decode("utf-8"))
         return Plain(name, tuple(state_data["shape"]))
     if packed_weight(Plain(name, (1, 1)), scheme).is_flat:
-        raise SourceError(
-            f"{name} is stored as {scheme.title} in one dimension, but {name}.quant_state… with its shape is missing",
-            hint="complete the download, or save the checkpoint again with its package",
-        )
+        text = f"{name} is stored as {scheme.title} in one dimension, but {name}.quant_state… with its shape is missing"
+        raise SourceError(text, hint="complete the download, or save the checkpoint again with its package")
     sizes, transposed = plain_shape(name, scheme, stacked, lambda own: shape(f"{name.rpartition('.')[0]}.{own}"))
     return Plain(name, sizes, transposed)
 
@@ -261,10 +256,8 @@ def _checked(folder: Path, weight: PackedWeight, key: str, known: set[str], shap
         if own not in known:
             if tensor.name.endswith(_OPTIONAL):
                 continue
-            raise SourceError(
-                f"{folder}: {key} belongs to a weight stored as {weight.scheme.title}, but {own} is missing",
-                hint="complete the download, or fetch the config.json that belongs to these files",
-            )
+            text = f"{folder}: {key} belongs to a weight stored as {weight.scheme.title}, but {own} is missing"
+            raise SourceError(text, hint="complete the download, or fetch the config.json that belongs to these files")
         actual = shape(own)
         if actual != tensor.shape and not (prod(actual) == prod(tensor.shape) == 1):
             raise SourceError(
