@@ -146,11 +146,11 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
 def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int], work: _Shrinking) -> PretrainedConfig:
     """Build a config of these fields. Fields that the class sets itself are shrunk if they point at layers left out."""
     built = type(config)(**keywords)
-    own = {name: value for name, value in vars(built).items() if vars(config).get(name) == value}
+    others = {name: value for name, value in vars(built).items() if name not in keywords}
     past_the_end = {
         name: _small(name, value, config, layers, work)
-        for name, value in own.items()
-        if name not in keywords and _point_at_layers(name, value, layers, _depth(config))
+        for name, value in others.items()
+        if vars(config).get(name) == value and _point_at_layers(name, value, layers, _depth(config))
     }
     return type(config)(**keywords, **past_the_end) if past_the_end else built
 
