@@ -79,12 +79,9 @@ def check_permutations(
     if law.error(tried) <= limit:
         outcome.passed = tried
         return outcome
-    for axis in tried:
-        error = law.error([axis])
-        if error <= limit:
-            outcome.passed.append(axis)
-        else:
-            outcome.failed[axis] = error
+    errors = {axis: law.error([axis]) for axis in tried}
+    outcome.passed = [axis for axis, error in errors.items() if error <= limit]
+    outcome.failed = {axis: error for axis, error in errors.items() if not error <= limit}
     return outcome
 
 
@@ -142,9 +139,8 @@ def permuted_indices(term: Term, order_of: Callable[[Term], list[int] | None]) -
 
     A product of 2 and 3 with the 2 swapped reads 3 4 5 0 1 2.
     """
-    if not any(order_of(find(leaf)) is not None for leaf in leaves(term)):
-        return None
-    return _indices(find(term), order_of)
+    moves = any(order_of(find(leaf)) is not None for leaf in leaves(term))
+    return _indices(find(term), order_of) if moves else None
 
 
 def _indices(term: Term, order_of: Callable[[Term], list[int] | None]) -> list[int]:
@@ -157,8 +153,7 @@ def _indices(term: Term, order_of: Callable[[Term], list[int] | None]) -> list[i
     if term.kind == "concatenation":
         indices: list[int] = []
         for part in segments(term):
-            start = len(indices)
-            indices += [start + index for index in _indices(part, order_of)]
+            indices += [len(indices) + index for index in _indices(part, order_of)]
         return indices
     return order_of(term) or list(range(term.size))
 

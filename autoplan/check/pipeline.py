@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -283,30 +283,21 @@ def settle_capabilities(
         part = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         text = f"no gradient reached the part of {part} in the trial: it was not used"
         left_out.append(Finding("proof", "note", name, text))
+    differed = "with it the tiny clone's results differed on simulated ranks"
     if wanted.sequence and not capabilities.sequence:
-        left_out.append(_left_out("sequence", "sequence parallelism was requested but is not applied"))
+        text = f"sequence parallelism was requested but is not applied: {differed}"
+        left_out.append(Finding("sequence", "warn", "", text))
     if capabilities.whole:
-        modules = f"{', '.join(capabilities.whole)} is replicated, with every dim that shares its sharding"
-        left_out.append(
-            Finding("proof", "warn", capabilities.whole[0], f"{modules}: sharded, the tiny clone's results differed")
-        )
+        text = f"{', '.join(capabilities.whole)} is replicated, with every dim that shares its sharding: sharded, the "
+        left_out.append(Finding("proof", "warn", capabilities.whole[0], f"{text}tiny clone's results differed"))
     if ep_size > 1 and not capabilities.experts:
-        left_out.append(_left_out("experts", "expert parallelism was requested but is not applied"))
+        text = f"expert parallelism was requested but is not applied: {differed}"
+        left_out.append(Finding("experts", "warn", "", text))
     if wanted.scoped and not capabilities.scoped and not capabilities.idle:
-        left_out.append(_left_out("scoped", "calls inside a module's forward are not rewritten"))
-    return Settled(
-        capabilities,
-        Trial("passed", ranks=tried.ranks),
-        tuple(left_out),
-        report.details["ways"],
-        clone,
-        unsummed=bool(errors),
-    )
-
-
-def _left_out(check: str, what: str) -> Finding:
-    level: Literal["warn", "note"] = "note" if check == "scoped" else "warn"
-    return Finding(check, level, "", f"{what}: with it the tiny clone's results differed on simulated ranks")
+        text = f"calls inside a module's forward are not rewritten: {differed}"
+        left_out.append(Finding("scoped", "note", "", text))
+    passed = Trial("passed", ranks=tried.ranks)
+    return Settled(capabilities, passed, tuple(left_out), report.details["ways"], clone, unsummed=bool(errors))
 
 
 def prove_ranks(source: Source, plan: Plan, clone: Clone | None = None) -> Plan:

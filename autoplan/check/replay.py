@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -91,17 +92,13 @@ class _Player:
 
     def _play_shared(self, op: Op, function: Any, outputs: Sequence[int], recorded: Sequence[torch.Tensor]) -> None:
         """Play an op without splits. Views and in-place ops are run, so that aliases stay aliases."""
-        if not (function.is_view or schema_of(function).is_mutable):
-            self.shared.update(zip(outputs, recorded, strict=True))
-            return
-        try:
-            args, kwargs = self._arguments(op, function, rank=0)
-        except _NotKept:
-            self.shared.update(zip(outputs, recorded, strict=True))
-            return
-        results = [tensor for _, tensor in flatten_tensors(function(*args, **kwargs))]
+        results = recorded
+        if function.is_view or schema_of(function).is_mutable:
+            with suppress(_NotKept):
+                args, kwargs = self._arguments(op, function, rank=0)
+                results = [tensor for _, tensor in flatten_tensors(function(*args, **kwargs))]
         self.shared.update(zip(outputs, results, strict=True))
-        if torch.Tag.nondeterministic_seeded in function.tags:
+        if results is not recorded and torch.Tag.nondeterministic_seeded in function.tags:
             for tensor, drawn in zip(results, recorded, strict=True):
                 tensor.copy_(drawn)
 
@@ -196,10 +193,8 @@ class _Player:
     # Tensors that ranks hold
 
     def _arguments(self, op: Op, function: Any, rank: int) -> tuple[list[Any], dict[str, Any]]:
-        schema = schema_of(function).arguments
-        types = {argument.name: str(argument.real_type) for argument in schema}
-        named = [argument.name for argument in schema]
-        args = [self._decode(item, types[named[position]], rank) for position, item in enumerate(op.args)]
+        types = {argument.name: str(argument.real_type) for argument in schema_of(function).arguments}
+        args = [self._decode(item, kind, rank) for item, kind in zip(op.args, types.values(), strict=False)]
         return args, {name: self._decode(item, types[name], rank) for name, item in op.kwargs.items()}
 
     def _on_ranks(self, op: Op, function: Any, position: int) -> list[Any]:

@@ -23,10 +23,8 @@ def explain(plan: Plan, path: str) -> str:
     if not under and not whole:
         patterns = [entry.pattern for entry in plan.entries] + list(fold_names(item.fqn for item in plan.replicated))
         close = nearest(path, patterns)
-        raise AutoplanError(
-            f"the plan for {plan.model} has no entry for {path!r}",
-            hint=f"nearest paths: {', '.join(close)}" if close else "print the plan to see its paths",
-        )
+        hint = f"nearest paths: {', '.join(close)}" if close else "print the plan to see its paths"
+        raise AutoplanError(f"the plan for {plan.model} has no entry for {path!r}", hint=hint)
     lines = [path]
     if under:
         facts = [filter(None, (other.style, other.units, f"rule {other.rule}")) for other in under]
@@ -51,9 +49,7 @@ def _entry_for(plan: Plan, path: str) -> Entry | None:
 
 def _concerns(path: str, fqn: str) -> bool:
     """Return whether `fqn` is at or under `path`. Either may be a pattern."""
-    if is_under(path, fqn):
-        return True
-    return matches(".".join(fqn.split(".")[: path.count(".") + 1]), path)
+    return is_under(path, fqn) or matches(".".join(fqn.split(".")[: path.count(".") + 1]), path)
 
 
 def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str, list[str]]]:
@@ -79,32 +75,23 @@ def _running(plan: Plan, pattern: str) -> list[str]:
     def near(other: str) -> bool:
         return bool(other) and (_concerns(pattern, other) or (bool(parent) and other == parent))
 
-    gradients = [
-        f"{rule.pattern}: its gradient is summed over ranks" + (" on shared rows" if rule.gradient == "shared" else "")
-        for rule in runtime.parameters
-        if rule.gradient != "local" and near(rule.pattern)
-    ]
-    biases = [
-        f"{rule.pattern}: each rank adds 1/{plan.cut_over} of it"
-        for rule in runtime.parameters
-        if rule.divide and near(rule.pattern)
-    ]
-    done = [
-        instruction.said({"": plan.cut_over, "cp": plan.cp_size}.get(instruction.over, plan.ranks))
-        for instruction in runtime.instructions
-        if near(instruction.pattern)
-    ]
-    return done + gradients + biases
+    rules = [rule for rule in runtime.parameters if near(rule.pattern)]
+    summed = {"shared": "its gradient is summed over ranks on shared rows", "local": ""}
+    gradients = [(rule, summed.get(rule.gradient, "its gradient is summed over ranks")) for rule in rules]
+    biases = [f"{rule.pattern}: each rank adds 1/{plan.cut_over} of it" for rule in rules if rule.divide]
+    over = {"": plan.cut_over, "cp": plan.cp_size}
+    done = [i.said(over.get(i.over, plan.ranks)) for i in runtime.instructions if near(i.pattern)]
+    return done + [f"{rule.pattern}: {text}" for rule, text in gradients if text] + biases
 
 
 def _whole_lines(whole: tuple[Replicated, ...]) -> list[str]:
     groups: dict[tuple[int, str], list[str]] = {}
     for item in whole:
         groups.setdefault((item.bytes, item.reason), []).append(item.fqn)
-    texts = [
-        f"{', '.join(fold_names(names))} ({bytes_text(size)}{f' × {len(names)}' if len(names) > 1 else ''}): {reason}"
-        for (size, reason), names in groups.items()
-    ]
+    texts = []
+    for (size, reason), names in groups.items():
+        times = f" × {len(names)}" if len(names) > 1 else ""
+        texts.append(f"{', '.join(fold_names(names))} ({bytes_text(size)}{times}): {reason}")
     return _rows([("whole", texts)])
 
 

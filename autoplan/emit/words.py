@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 
+LEVELS = ("error", "warn", "note")  # of findings, the gravest first
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MOST_RUNS = 4  # that are listed
 

@@ -66,40 +66,34 @@ def check_experts(sizes: tuple[tuple[str, int], ...], ep: int) -> None:
 def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
     """Raise for what `parallelize` would refuse and for what is not supported in estimates."""
     names = [name for name, _ in sizes]
-    if not names:
-        raise AutoplanError("the mesh has no dims", hint="for one rank write dp_shard=1")
+    _refuse(not names, "the mesh has no dims", "for one rank write dp_shard=1")
     for purpose, aliases in ALIASES.items():
         same = [name for name in names if name in aliases]
-        if len(same) > 1:
-            raise AutoplanError(f"the mesh dims {', '.join(same)} could all be {purpose!r}", hint="name one of them")
+        _refuse(len(same) > 1, f"the mesh dims {', '.join(same)} could all be {purpose!r}", "name one of them")
+    known = (*(name for aliases in ALIASES.values() for name in aliases), "cp", *priced)
     for name, size in sizes:
-        if size > 1 and name in (*priced, "cp"):
-            continue
-        if size > 1 and name in LEFT_ALONE:
-            hint = "omit it, and describe one stage"
-            raise AutoplanError(f"the mesh dim {name!r} is not supported in estimates", hint=hint)
-        if size > 1 and not any(name in aliases for aliases in ALIASES.values()):
-            known = ", ".join((*(name for aliases in ALIASES.values() for name in aliases), "cp", *priced))
-            what = f"the mesh dim {name!r} of {size} ranks has no known purpose"
-            raise AutoplanError(what, hint=f"known are {known}")
+        _refuse(size > 1 and name in LEFT_ALONE and name not in (*priced, "cp"),
+                f"the mesh dim {name!r} is not supported in estimates", "omit it, and describe one stage")  # fmt: skip
+        _refuse(size > 1 and name not in known, f"the mesh dim {name!r} of {size} ranks has no known purpose",
+                f"known are {', '.join(known)}")  # fmt: skip
     purposes = {purpose: size for purpose, aliases in ALIASES.items() for name, size in sizes if name in aliases}
-    if purposes.get("dp_replicate", 1) > 1 and "dp_shard" not in purposes:
-        raise AutoplanError("the mesh has 'dp_replicate' and no dim to shard over", hint="add dp_shard=1, or more")
-    if purposes.get("tp", 1) > 1 and purposes.get("ep", 1) > 1:
-        raise AutoplanError(
-            f"the mesh has {purposes['tp']} 'tp' ranks and {purposes['ep']} 'ep' ranks",
-            hint="experts are placed on the tp ranks (ep_size=), or on ranks of their own with tp=1",
-        )
-    check_context_size(dict(sizes).get("cp", 1), purposes.get("tp", 1), purposes.get("ep", 1))
+    replicas, tp, ep = (purposes.get(purpose, 1) for purpose in ("dp_replicate", "tp", "ep"))
+    _refuse(replicas > 1 and "dp_shard" not in purposes,
+            "the mesh has 'dp_replicate' and no dim to shard over", "add dp_shard=1, or more")  # fmt: skip
+    _refuse(tp > 1 and ep > 1, f"the mesh has {tp} 'tp' ranks and {ep} 'ep' ranks",
+            "experts are placed on the tp ranks (ep_size=), or on ranks of their own with tp=1")  # fmt: skip
+    check_context_size(dict(sizes).get("cp", 1), tp, ep)
     shard = next((name for name in names if name in ALIASES["dp_shard"]), None)
-    if "cp" in names and shard is not None and names.index("cp") != names.index(shard) + 1:
-        raise AutoplanError(
+    _refuse("cp" in names and shard is not None and names.index("cp") != names.index(shard) + 1,
             f"the mesh has separate dims {shard!r} and 'cp', but parameters are sharded over both",
-            hint=f"put 'cp' right after {shard!r}",
-        )
+            f"put 'cp' right after {shard!r}")  # fmt: skip
     ranks = prod(size for _, size in sizes)
-    if ranks > MOST_RANKS:
-        raise AutoplanError(f"the mesh has {ranks} ranks", hint=f"the limit is {MOST_RANKS}")
+    _refuse(ranks > MOST_RANKS, f"the mesh has {ranks} ranks", f"the limit is {MOST_RANKS}")
+
+
+def _refuse(when: Any, what: str, hint: str) -> None:
+    if when:
+        raise AutoplanError(what, hint=hint)
 
 
 CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes of a key's or a value's number
@@ -136,85 +130,65 @@ class Asked:
     virtual_stages: int = 1  # pieces of the model that a rank of the pipeline has
 
     def __post_init__(self) -> None:
-        if self.train not in TRAIN:
-            raise AutoplanError(f"train={self.train!r}", hint=f"choose one of {', '.join(TRAIN)}")
-        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
-            raise AutoplanError(f"optimizer={self.optimizer!r}", hint=f"choose one of {', '.join(OPTIMIZERS)}")
+        _refuse(self.train not in TRAIN, f"train={self.train!r}", f"choose one of {', '.join(TRAIN)}")
+        known = isinstance(self.optimizer, str) and self.optimizer in OPTIMIZERS
+        _refuse(not known, f"optimizer={self.optimizer!r}", f"choose one of {', '.join(OPTIMIZERS)}")
         for name in ("batch", "sequence", "accumulate"):
             check_count(name, getattr(self, name))
-        if self.sequence < 2:
-            raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has at least two tokens")
+        _refuse(self.sequence < 2, f"sequence={self.sequence}", "a sequence has at least two tokens")
         for name in ("sequence_parallel", "experts", "updates", "cpu_offload", "shard_optimizer", "chunked_loss",
                      "compiled"):  # fmt: skip
             check_argument(name, getattr(self, name), bool, "choose True or False")
-        if self.cp > 1 and self.train == "inference":
-            raise AutoplanError(
-                f"train='inference' on {dict(self.mesh)}: context parallelism is priced only for training",
-                hint="shard the model over tp, using that dim instead of cp",
-            )
+        mesh = dict(self.mesh)
+        _refuse(self.cp > 1 and self.train == "inference",
+                f"train='inference' on {mesh}: context parallelism is priced only for training",
+                "shard the model over tp, using that dim instead of cp")  # fmt: skip
         if self.concurrency != 0 or isinstance(self.concurrency, bool):
             check_count("concurrency", self.concurrency)
-        if self.cache_dtype is not None and self.cache_dtype not in tuple(CACHE_DTYPES):
-            raise AutoplanError(f"cache_dtype={self.cache_dtype!r}", hint=f"choose one of {', '.join(CACHE_DTYPES)}")
-        if (self.concurrency or self.cache_dtype) and self.train != "inference":
-            passed = f"concurrency={self.concurrency}" if self.concurrency else "a cache dtype"
-            raise AutoplanError(f"{passed} with train={self.train!r}", hint='only "inference" has a KV cache')
-        if 0 < self.concurrency < self.batch:
-            raise AutoplanError(
-                f"concurrency={self.concurrency} with batch={self.batch}", hint="concurrency must be at least batch"
-            )
+        _refuse(self.cache_dtype is not None and self.cache_dtype not in tuple(CACHE_DTYPES),
+                f"cache_dtype={self.cache_dtype!r}", f"choose one of {', '.join(CACHE_DTYPES)}")  # fmt: skip
+        passed = f"concurrency={self.concurrency}" if self.concurrency else "a cache dtype"
+        _refuse((self.concurrency or self.cache_dtype) and self.train != "inference",
+                f"{passed} with train={self.train!r}", 'only "inference" has a KV cache')  # fmt: skip
+        _refuse(0 < self.concurrency < self.batch,
+                f"{passed} with batch={self.batch}", "concurrency must be at least batch")  # fmt: skip
         self._check_what_others_run()
-        if self.cpu_offload and not self.data_parallel:
-            raise AutoplanError(
-                f"cpu_offload=True on {dict(self.mesh)} with train={self.train!r}",
-                hint="FSDP2 offloads its shards in training: use a mesh with dp_shard",
-            )
+        _refuse(self.cpu_offload and not self.data_parallel, f"cpu_offload=True on {mesh} with train={self.train!r}",
+                "FSDP2 offloads its shards in training: use a mesh with dp_shard")  # fmt: skip
         DataParallel(mp_policy=self.mp_policy, reshard_after_forward=self.reshard_after_forward)
         if self.reshard_after_forward is not None:
             check_argument("reshard_after_forward", self.reshard_after_forward, bool,
                            "estimates support None, True and False")  # fmt: skip
-        if self.loss is not None and not callable(self.loss):
-            raise AutoplanError(f"loss={self.loss!r}", hint="pass a function of outputs and labels")
+        _refuse(self.loss is not None and not callable(self.loss),
+                f"loss={self.loss!r}", "pass a function of outputs and labels")  # fmt: skip
 
     def _check_what_others_run(self) -> None:
-        if self.matmuls not in (None, "fp8"):
-            raise AutoplanError(f"matmuls={self.matmuls!r}", hint='choose "fp8", or omit it')
-        if self.gradient_sync not in ("each", "last"):
-            raise AutoplanError(f"gradient_sync={self.gradient_sync!r}", hint='choose "each" or "last"')
+        _refuse(self.matmuls not in (None, "fp8"), f"matmuls={self.matmuls!r}", 'choose "fp8", or omit it')
+        sync, mesh, still = self.gradient_sync, dict(self.mesh), self.train == "inference"
+        _refuse(sync not in ("each", "last"), f"gradient_sync={sync!r}", 'choose "each" or "last"')
         check_count("exchange_experts", self.exchange_experts)
         check_count("virtual_stages", self.virtual_stages)
-        if self.virtual_stages > 1 and (self.stages == 1 or self.accumulate % self.stages):
-            raise AutoplanError(
-                f"virtual_stages={self.virtual_stages} on {dict(self.mesh)} with {self.accumulate} micro-batches",
-                hint="it needs a dim pp, and a number of micro-batches (accumulate) that its size divides",
-            )
+        _refuse(self.virtual_stages > 1 and (self.stages == 1 or self.accumulate % self.stages),
+                f"virtual_stages={self.virtual_stages} on {mesh} with {self.accumulate} micro-batches",
+                "it needs a dim pp, and a number of micro-batches (accumulate) that its size divides")  # fmt: skip
         ranks, others = self.exchange_experts, self.ep
-        if ranks > 1 and (self.shards % ranks or others > 1 or not self.data_parallel):
-            raise AutoplanError(
-                f"exchange_experts={ranks} on {dict(self.mesh)}" + (f" with ep {others}" if others > 1 else ""),
-                hint="use a mesh whose dp_shard is divisible by it, without ep",
-            )
-        if self.shard_optimizer and (self.shards > 1 or self.size("dp_replicate") == 1 or self.train == "inference"):
-            raise AutoplanError(
-                f"shard_optimizer=True on {dict(self.mesh)} with train={self.train!r}",
-                hint="it is sharded over dp_replicate, in training, with dp_shard=1",
-            )
-        if self.chunked_loss and self.cp > 1:
-            raise AutoplanError(
-                f"chunked_loss=True on {dict(self.mesh)}: each cp rank has logits of its own positions only",
-                hint="omit one of them",
-            )
-        if self.chunked_loss and (self.loss is not None or self.train == "inference"):
-            raise AutoplanError(
-                "chunked_loss=True with a custom loss, or none", hint="it prices the loss that the model computes"
-            )
-        if self.shard_optimizer and self.cpu_offload:
-            raise AutoplanError("cpu_offload=True with shard_optimizer=True", hint="FSDP2 offloads, ZeRO-1 does not")
-        if self.shard_optimizer and self.mp_policy:
-            raise AutoplanError(
-                f"mp_policy={self.mp_policy!r} with shard_optimizer=True",
-                hint='FSDP2 casts, plain data parallelism does not: pass weights="bfloat16", optimizer="adamw_master"',
-            )
+        _refuse(ranks > 1 and (self.shards % ranks or others > 1 or not self.data_parallel),
+                f"exchange_experts={ranks} on {mesh}" + (f" with ep {others}" if others > 1 else ""),
+                "use a mesh whose dp_shard is divisible by it, without ep")  # fmt: skip
+        _refuse(self.shard_optimizer and (self.shards > 1 or self.size("dp_replicate") == 1 or still),
+                f"shard_optimizer=True on {mesh} with train={self.train!r}",
+                "it is sharded over dp_replicate, in training, with dp_shard=1")  # fmt: skip
+        _refuse(self.chunked_loss and self.cp > 1,
+                f"chunked_loss=True on {mesh}: each cp rank has logits of its own positions only",
+                "omit one of them")  # fmt: skip
+        _refuse(self.chunked_loss and (self.loss is not None or still),
+                "chunked_loss=True with a custom loss, or none",
+                "it prices the loss that the model computes")  # fmt: skip
+        _refuse(self.shard_optimizer and self.cpu_offload,
+                "cpu_offload=True with shard_optimizer=True", "FSDP2 offloads, ZeRO-1 does not")  # fmt: skip
+        _refuse(self.shard_optimizer and self.mp_policy, f"mp_policy={self.mp_policy!r} with shard_optimizer=True",
+                'FSDP2 casts, plain data parallelism does not: pass weights="bfloat16", '
+                'optimizer="adamw_master"')  # fmt: skip
 
     @property
     def run_by(self) -> str:
@@ -274,11 +248,10 @@ class Asked:
             f"loss: {untrained}": still and self.loss is not None,
             f"mixed precision: {why}": self.mp_policy and alone,
             f"reshard_after_forward: {why}": self.reshard_after_forward is not None and alone,
-            f"gradient_sync=last: {why if still or alone else 'a step has one micro-batch'}": self.gradient_sync
-            == "last"
-            and not self.summed_late,
+            f"gradient_sync=last: {why if still or alone else 'a step has one micro-batch'}":
+                self.gradient_sync == "last" and not self.summed_late,
             "sequence_parallel: the mesh has no tp": self.sequence_parallel and self.size("tp") == 1,
-        }
+        }  # fmt: skip
         return tuple(text for text, applies in texts.items() if applies)
 
     @property

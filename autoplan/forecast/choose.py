@@ -73,11 +73,8 @@ class Choice(Shown):
     def best(self) -> Row:
         if not self.fits:
             more = f"{self.enough} such GPUs would suffice" if self.enough else "no number of such GPUs suffices"
-            raise AutoplanError(
-                f"{self.source.name} does not fit {self.gpus} GPUs of {self.memory / 1e9:.0f} GB: "
-                f"{self.rows[0].binds if self.rows else 'no valid size'}",
-                hint=more,
-            )
+            text = f"{self.source.name} does not fit {self.gpus} GPUs of {self.memory / 1e9:.0f} GB: "
+            raise AutoplanError(text + (self.rows[0].binds if self.rows else "no valid size"), hint=more)
         return self.rows[0]
 
     @property
@@ -88,10 +85,8 @@ class Choice(Shown):
     def against_first(self, mesh: str | Mapping[str, int]) -> tuple[int, Row, dict[str, float]]:
         """The place of a mesh's best row, the row, and what its step takes more, in shares of the first row's. A mesh
         that others run, or that was not looked at, is estimated; its place is 0."""
-        sizes = tuple(
-            (next((purpose for purpose, names in ALIASES.items() if name in names), name), size)
-            for name, size in mesh_sizes(mesh, priced=("pp",))
-        )
+        purposes = {name: purpose for purpose, names in reversed(ALIASES.items()) for name in names}
+        sizes = tuple((purposes.get(name, name), size) for name, size in mesh_sizes(mesh, priced=("pp",)))
         named, first = named_dims(sizes), self.rows[0].estimate.time
         row = next((row for row in self.rows if row.mesh == named), None)
         place = 0 if row is None else 1 + self.rows.index(row)
@@ -130,15 +125,12 @@ class Choice(Shown):
     def options(self) -> dict[str, Any]:
         """The keywords of `parallelize` for the best row."""
         best = self.best
-        options: dict[str, Any] = {}
-        if best.checkpointing and best.estimate.train != "inference":
-            options["activation_checkpointing"] = best.checkpointing
-        if "dp_shard" in best.mesh and best.reshard is not None:
-            options["reshard_after_forward"] = best.reshard
-        if best.estimate.train != "inference":
-            names = ("mp_policy", "cpu_offload", "gather_logits")
-            options |= {name: value for name in names if (value := getattr(self.sweep.common, name))}
-        return options
+        trains = best.estimate.train != "inference"
+        options: dict[str, Any] = {"activation_checkpointing": trains and best.checkpointing or None}
+        options["reshard_after_forward"] = best.reshard if "dp_shard" in best.mesh else None
+        for name in ("mp_policy", "cpu_offload", "gather_logits"):
+            options[name] = trains and getattr(self.sweep.common, name) or None
+        return {name: value for name, value in options.items() if value is not None}
 
     def pictured(self, most: int = 12) -> dict[int, WhatIf]:
         """The plans of the first rows, by the row's number. Rows that cut along the sequence too are drawn without."""
@@ -153,14 +145,11 @@ class Choice(Shown):
         plain = isinstance(common.mp_policy, str | bool | None)
         own = "a loss of your own" if common.loss else "" if plain else "a mixed-precision policy of your own"
         if best.run_by or own:
-            raise AutoplanError(
-                f"a script runs what autoplan runs, not {best.run_by or own}",
-                hint="choose without loss= and what others run, and with mp_policy='bf16', to get a script",
-            )
+            hint = "choose without loss= and what others run, and with mp_policy='bf16', to get a script"
+            raise AutoplanError(f"a script runs what autoplan runs, not {best.run_by or own}", hint=hint)
         inputs = inputs_of(self.steps, Setting(sequence=best.sequence, training=best.train != "inference"))
-        return script_text(
-            self.source, self.best, self.options(), self.device.per_node, inputs, bool(self.steps.packed)
-        )
+        packed = bool(self.steps.packed)
+        return script_text(self.source, self.best, self.options(), self.device.per_node, inputs, packed)
 
     def _refuse_supposed_adapters(self) -> None:
         if self.steps.adapters:
@@ -370,11 +359,7 @@ def _planned(steps: Steps, plan: Plan) -> dict[int, Plan]:
 
 
 def _estimate(steps: Steps, plan: Plan, tp: int, length: int, device: Device) -> Estimate:
-    mesh: tuple[tuple[str, int], ...] = (("tp", tp),)
-    experts = 1 < plan.tp_size == plan.ep_size
-    if plan.tp_size == 1 < plan.ep_size:
-        mesh, experts = (("ep", plan.ep_size),) if tp == 1 else mesh, False
-    if plan.cp_size > 1:
-        mesh = (("dp_shard", 1), ("cp", plan.cp_size), *mesh)
-    along = plan.sequence_parallel and tp > 1
-    return estimate_with(steps, Asked(mesh, 1, length, sequence_parallel=along, experts=experts and tp > 1), device)
+    split = ("ep", plan.ep_size) if tp == plan.tp_size == 1 < plan.ep_size else ("tp", tp)
+    mesh = (("dp_shard", 1), ("cp", plan.cp_size), split) if plan.cp_size > 1 else (split,)
+    along, experts = plan.sequence_parallel and tp > 1, 1 < plan.tp_size == plan.ep_size and tp > 1
+    return estimate_with(steps, Asked(mesh, 1, length, sequence_parallel=along, experts=experts), device)

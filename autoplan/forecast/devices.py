@@ -70,12 +70,11 @@ def device_names() -> list[str]:
 
 def load_device(name: str) -> Device:
     """Load a device by name or from a file."""
-    check_argument("the device", name, str, f"choose from {', '.join(device_names())}, or pass a .toml of your own")
+    hint = f"choose from {', '.join(device_names())}, or pass a .toml of your own"
+    check_argument("the device", name, str, hint)
     path = Path(name) if name.endswith(".toml") else rules_folder() / "devices" / f"{name.lower()}.toml"
     if not path.is_file():
-        raise AutoplanError(
-            f"unknown device {name!r}", hint=f"choose from {', '.join(device_names())}, or pass a .toml of your own"
-        )
+        raise AutoplanError(f"unknown device {name!r}", hint=hint)
     return _device(path, read_plain(path, NotPlain("device file"), notation="toml"))
 
 
@@ -162,9 +161,9 @@ def measure() -> Measured:
     q = torch.randn(1, 16, n // 2, 128, device=kind, dtype=dtype)
     whole = torch.empty(n * n, device=kind, dtype=torch.float32)
     matmul = 2 * n**3 / _seconds(lambda: a @ b, kind)
-    attention = (
-        2 * 16 * (n // 2) ** 2 * 128 / _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), kind)
-    )  # causal: half of the four products of scores and values
+    # causal: half of the four products of scores and values
+    attended = _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), kind)
+    attention = 2 * 16 * (n // 2) ** 2 * 128 / attended
     copied = whole.clone()
     copy = 2 * whole.nbytes / _seconds(lambda: copied.copy_(whole), kind)
     memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else 0
@@ -193,15 +192,11 @@ def device_text(found: Measured, like: Device) -> str:
     several = found.link is not None and found.ranks > found.per_node
     # over several nodes a ring passes by as many ports as a node has ranks (steptime.py)
     place, copied = ("between", "inside") if several else ("inside", "between")
-    inside, between = (
-        (like.inside, (found.link or 0) / found.per_node) if several else (found.link or like.inside, like.between)
-    )
-    measured = [
-        "bandwidth",
-        "attention (forward, causal)",
-        f"matmuls of {'bfloat16' if found.memory else 'float32, which stand for all'}",
-        *(["memory"] if found.memory else []),
-    ]
+    inside, between = found.link or like.inside, like.between
+    if several:
+        inside, between = like.inside, (found.link or 0) / found.per_node
+    matmuls = f"matmuls of {'bfloat16' if found.memory else 'float32, which stand for all'}"
+    measured = ["bandwidth", "attention (forward, causal)", matmuls, *(["memory"] if found.memory else [])]
     measured += [f"links.{place}"] if found.link else []
     taken = f"links.{copied}" if found.link else "links"
     taken += ", latencies, overhead" + ("" if found.memory else ", memory")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,17 +90,15 @@ def dry_run(
     check_argument("rank", rank, int, "pass an integer from 0")
     check_experts(tuple(sizes.items()), ep_size)
     estimated = {name: value for name, value in options.items() if name in _ESTIMATED}
-    experts = ep_size == sizes.get("tp", 1) > 1
-    question = Asked(
-        tuple(sizes.items()), batch, sequence, sequence_parallel=sequence_parallel, experts=experts, **estimated
-    )
+    how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "experts": ep_size == sizes.get("tp", 1) > 1}
+    question = Asked(tuple(sizes.items()), batch, sequence, **how, **estimated)
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
-    setting = Setting(
-        sizes.get("tp", 1), max(ep_size, sizes.get("ep", 1)), sequence_parallel, batch=batch, sequence=sequence,
-        cp=sizes.get("cp", 1),
-    )  # fmt: skip
+    tp, ep, cp = (sizes.get(dim, 1) for dim in ("tp", "ep", "cp"))
+    setting = Setting(tp, max(ep_size, ep), sequence_parallel, batch=batch, sequence=sequence, cp=cp)
     planned = steps.plan(setting.tp, setting.ep, sequence_parallel, setting.cp)
     keywords = inputs_of(steps, setting)
+    unpacked = [f"the checkpoint is quantised ({weight.scheme.title}); the step ran with unquantised weights"
+                for weight in steps.packed[:1]]  # fmt: skip
     problem: Exception | None = None
     for knowing in (False, True):
         try:
@@ -109,7 +107,7 @@ def dry_run(
             return replace(
                 ran, peak=_peak(steps, question) if estimated == options else None, batch=rows, sequence=tokens,
                 dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, how=how_priced(steps, question, setting),
-                notes=(*notes_on_question(steps, question, setting, pairs), *_unpacked(steps)),
+                notes=(*notes_on_question(steps, question, setting, pairs), *unpacked),
             )  # fmt: skip
         except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
             problem = problem or error
@@ -144,18 +142,13 @@ def _run(
             tape = record_step(model, keywords, Marks(), groups, loss_of=loss, whole=plan.ranks == 1, length=length)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             optimizer.step()
-        pieces = [local_piece(p) for p in model.parameters()]
-        grown = [local_piece(p.grad) for p in model.parameters() if p.grad is not None]
-    states = [local_piece(value) for state in optimizer.state.values() for value in state.values()]
+        pieces = sum(local_piece(p).nbytes for p in model.parameters())
+        grown = sum(local_piece(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+    states = (local_piece(value) for state in optimizer.state.values() for value in state.values())
     messages = tuple(item for item in tape.items if isinstance(item, Message))
-    ran = DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(pieces), _bytes(grown),
-                 messages, _bytes([state for state in states if state.dim()]))  # fmt: skip
+    ran = DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), pieces, grown, messages,
+                 sum(state.nbytes for state in states if state.dim()))  # fmt: skip
     return ran, tape.pairs
-
-
-def _unpacked(steps: Steps) -> Iterator[str]:
-    if steps.packed:
-        yield f"the checkpoint is quantised ({steps.packed[0].scheme.title}); the step ran with unquantised weights"
 
 
 def _peak(steps: Steps, question: Asked) -> int | None:
@@ -164,7 +157,3 @@ def _peak(steps: Steps, question: Asked) -> int | None:
     except AutoplanError:  # what runs whole may not run folded
         return None
     return priced.peak - priced.parts.overhead
-
-
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

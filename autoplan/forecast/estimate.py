@@ -6,6 +6,7 @@ estimate ── Steps.at (a recording) ── Walk (memory, messages of data par
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from autoplan.forecast.asked import CACHE_DTYPES, Asked, check_experts, how_pric
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, alike, held_bytes
 from autoplan.forecast.sharded import UnitSize
-from autoplan.forecast.step import Loss, Recorded, Setting, Steps, size_priced
+from autoplan.forecast.step import Loss, Setting, Steps, size_priced
 from autoplan.forecast.steptime import (
     HIDDEN,
     HOST_LINK,
@@ -48,20 +49,13 @@ _PASSING = (
     "are held until the next token, and counted as temporary"
 )
 _BARS = (
-    (
-        "memory",
-        0.05,
-        "torch's MemTracker on the sharded model without storage; excludes allocator overhead. On a GPU, up to 13 % "
-        "more was measured where attention biases are trained (T5)",
-    ),
+    ("memory", 0.05, "torch's MemTracker on the sharded model without storage; excludes allocator overhead. On a GPU, "
+     "up to 13 % more was measured where attention biases are trained (T5)"),
     ("messages", 0.0, "counted on ranks that communicate by gloo"),
     ("flops", 0.02, "torch's formulas for each op that ran"),
-    (
-        "time",
-        0.4,
-        "a roofline from data sheets, without kernel launches; compared with published layouts (docs/estimate.md)",
-    ),
-)
+    ("time", 0.4, "a roofline from data sheets, without kernel launches; compared with published layouts "
+     "(docs/estimate.md)"),
+)  # fmt: skip
 
 
 def estimate(
@@ -129,10 +123,8 @@ def estimate(
     named = model.model if isinstance(model, Plan) else model
     module, dot, cls = model.model.rpartition(".") if isinstance(model, Plan) else ("", "", "")
     if dot and cls[:1].isupper() and all(part.isidentifier() for part in module.split(".")):  # no folder, no colon
-        raise SourceError(
-            f"the plan names the class {module}.{cls}, but not where its config is",
-            hint="estimate(model, plan=plan, …), with the model, its config, or the folder that was planned",
-        )
+        hint = "estimate(model, plan=plan, …), with the model, its config, or the folder that was planned"
+        raise SourceError(f"the plan names the class {module}.{cls}, but not where its config is", hint=hint)
     check_adapters(train, lora_rank, lora_targets, lora_dropout, lora_dtype)
     rank = lora_rank if train == "lora" else 0
     source = resolve(named, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -154,12 +146,17 @@ def estimate(
 def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) -> Estimate:
     """The estimate from recordings that may be there already. `most`: bytes for one value of sequence × sequence."""
     policy = _policy(question, steps)
-    setting = _setting(question, policy)
+    training = question.train != "inference"
+    setting = Setting(
+        question.size("tp"), question.ep, question.sequence_parallel, question.activation_checkpointing,
+        gather_logits=question.gather_logits, batch=question.batch, sequence=question.sequence, training=training,
+        compute=policy.param_dtype if policy else None, output=policy.output_dtype if policy else None,
+        loss=question.loss, cp=question.cp, averaged=question.cp > 1 and question.data_parallel,
+    )  # fmt: skip
     steps.check_length(question.sequence)
     recorded = one_stage(steps.at(setting) if question.exact else steps.scaled(setting), question.stages)
     batch, tokens = size_priced(steps, setting)
     data = _data(question, policy)
-    training = question.train != "inference"
     units = tuple(_as_stored(steps, recorded.units, training))
     weights = held_bytes(units, data) + recorded.buffers
     trained = held_bytes(units, data, trained=True) if training else 0
@@ -208,9 +205,8 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
     load = Load(tuple(flops.items()), moved, once, trained, ahead, walk.messages("forward"), *pieces)
     decoded, sequences = 0.0, max(batch, question.concurrency)
     if question.concurrency and not whole:
-        raise AutoplanError(
-            f"concurrency={question.concurrency}: {steps.source.name} has no cache of keys and values", hint="omit it"
-        )
+        text = f"concurrency={question.concurrency}: {steps.source.name} has no cache of keys and values"
+        raise AutoplanError(text, hint="omit it")
     if tokens and whole:
         share = sequences / (batch * tokens)
         read = weights - unread(walk, units, share) + int(whole + others)
@@ -228,7 +224,7 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
         notes=(*notes_on_question(steps, question, setting, recorded.program.pairs, most),
                *((_PASSING.format(passing / 2**30),) if passing else ()),
-               *_notes(steps, question, setting, recorded, units, load.flops)),
+               *_notes(steps, question, setting, recorded.kernels, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=question.optimizer if training else "", decoded_per_second=decoded,
         concurrency=sequences if whole else 0, matmuls=question.matmuls or "", run_by=question.run_by,
@@ -241,10 +237,8 @@ def _chunk(steps: Steps, question: Asked) -> int:
     names = conventions()
     taken = inspect.signature(steps.module.forward).parameters
     if names.last_logits not in taken or names.targets not in taken:
-        raise AutoplanError(
-            f"chunked_loss=True: {steps.source.name} cannot compute logits of some tokens only",
-            hint="pass loss=, a function of outputs and labels",
-        )
+        text = f"chunked_loss=True: {steps.source.name} cannot compute logits of some tokens only"
+        raise AutoplanError(text, hint="pass loss=, a function of outputs and labels")
     return max(1, question.sequence // _CHUNKS)
 
 
@@ -270,9 +264,8 @@ def _same_tokens(steps: Steps, question: Asked, setting: Setting, flops: int) ->
 
 
 def _notes(
-    steps: Steps, question: Asked, setting: Setting, recorded: Recorded, units: tuple[UnitSize, ...], flops: int
+    steps: Steps, question: Asked, setting: Setting, kernels: tuple[str, ...], units: tuple[UnitSize, ...], flops: int
 ) -> tuple[str, ...]:  # fmt: skip
-    kernels = recorded.kernels
     notes = [*_quantised_note(steps, units)]
     if steps.adapters:
         targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
@@ -282,15 +275,13 @@ def _notes(
         layers = f"{steps.adapters} linear layer{'s' * (steps.adapters > 1)}"
         notes.append(f"no parameter of the model is frozen: adapters of rank {steps.lora_rank} were added to {layers} "
                      f"({targets}{dropout}), and the rest was frozen")  # fmt: skip
-    elif steps.lora_rank and (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype) != (
-            LORA_RANK, None, 0, "float32"):  # fmt: skip
-        notes.append(
-            "no effect: rank, targets, dropout and dtype of adapters; the model has trainable parameters of its own"
-        )
+    asked = (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype)
+    if steps.lora_rank and not steps.adapters and asked != (LORA_RANK, None, 0, "float32"):
+        text = "no effect: rank, targets, dropout and dtype of adapters; the model has trainable parameters of its own"
+        notes.append(text)
     if kernels:
-        notes.append(
-            f"with the fused kernels of {', '.join(kernels)}: their plain torch references would save far more"
-        )
+        text = f"with the fused kernels of {', '.join(kernels)}: their plain torch references would save far more"
+        notes.append(text)
     if question.train == "inference" and question.shards > 1:
         notes.append(f"inference does not gather: each of the {question.shards} data-parallel ranks holds all weights")
     if question.cpu_offload:
@@ -320,11 +311,10 @@ def _as_stored(steps: Steps, units: tuple[UnitSize, ...], training: bool) -> Ite
 def _stored(steps: Steps, units: tuple[UnitSize, ...]) -> str:
     """The format that most of the weights counted as quantised are stored in."""
     counted = {p.name for unit in units for p in unit.parameters if p.packed}
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for weight in steps.packed:
-        if weight.name in counted:
-            sizes[weight.scheme.title] = sizes.get(weight.scheme.title, 0) + weight.bytes
-    return max(sizes, key=lambda title: sizes[title], default="")
+        sizes[weight.scheme.title] += weight.bytes if weight.name in counted else 0
+    return max(+sizes, key=sizes.__getitem__, default="")
 
 
 def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
@@ -353,25 +343,13 @@ def _policy(question: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if steps.in_half else None)
 
 
-def _setting(question: Asked, policy: MixedPrecisionPolicy | None) -> Setting:
-    return Setting(
-        tp=question.size("tp"), ep=question.ep, sequence_parallel=question.sequence_parallel,
-        checkpointing=question.activation_checkpointing, gather_logits=question.gather_logits, batch=question.batch,
-        sequence=question.sequence, training=question.train != "inference",
-        compute=policy.param_dtype if policy else None, output=policy.output_dtype if policy else None,
-        loss=question.loss, cp=question.cp,
-        averaged=question.cp > 1 and question.data_parallel,
-    )  # fmt: skip
-
-
 def _data(question: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
     if policy is None:
         return DataRanks()
-    compute, reduce = policy.param_dtype, policy.reduce_dtype
+    compute, reduce = (dtype.itemsize if dtype else None for dtype in (policy.param_dtype, policy.reduce_dtype))
     # of several micro-batches, gathered once
     reshard = False if question.stages > 1 else question.reshard_after_forward
-    return DataRanks(question.shards, question.size("dp_replicate"), True, compute.itemsize if compute else None,
-                     reduce.itemsize if reduce else None, reshard,
+    return DataRanks(question.shards, question.size("dp_replicate"), True, compute, reduce, reshard,
                      policy.output_dtype is not None, question.cpu_offload, question.exchange_experts)  # fmt: skip
 
 

@@ -137,8 +137,7 @@ class Walk:
         self.program, self.left_out, self.data = program, left_out, data
         self.units = {unit.name: unit for unit in units}
         self.live = {"weights": standing.weights, "optimizer": standing.optimizer, "gradients": standing.gradients,
-                     "kept": 0,
-                     "temporary": 0, "communication": 0, "unsharded": 0}  # fmt: skip
+                     "kept": 0, "temporary": 0, "communication": 0, "unsharded": 0}  # fmt: skip
         self.adding = standing.gradients > 0
         self.peak = Peak()
         self.sizes: dict[int, _Sizes] = {}  # by the parameters
@@ -194,9 +193,8 @@ class Walk:
         if block and phase == "forward":
             self.waiting = max(self.waiting, self.live["kept"])
             self.expert_flops += int(step.layers.get("experts", 0))
-        if block:
-            for layer, flops in step.layers.items():
-                self.layers[layer] = self.layers.get(layer, 0) + int(flops)
+        for layer, flops in step.layers.items() if block else ():
+            self.layers[layer] = self.layers.get(layer, 0) + int(flops)
         for (dim, kind), (number, size) in step.sent.items():
             self._add(dim, kind, number, int(size))
         for dtype, flops in step.flops.items():
@@ -224,17 +222,14 @@ class Walk:
         elif event.when == "before":
             if unit.name not in self.gathered:
                 self._prefetch(unit)
-                size = self._sizes(unit).gathered
-                turned = self._sizes(unit).turned
-                self._give("unsharded", size + turned)
+                size = self._sizes(unit).gathered + self._sizes(unit).turned
+                self._give("unsharded", size)
                 self._check(f"gathering {unit.name}", "backward")
-                self._give("unsharded", -size - turned)
+                self._give("unsharded", -size)
                 self.gathered.add(unit.name)
                 self.prefetched.discard(unit.name)
-            if unit.name in self.order:
-                place = self.order.index(unit.name)
-                if place:
-                    self._prefetch(self.units[self.order[place - 1]])
+            if unit.name in self.order and (place := self.order.index(unit.name)):
+                self._prefetch(self.units[self.order[place - 1]])
         elif unit.name:
             self._after_backward(unit)
         else:
@@ -246,10 +241,9 @@ class Walk:
     def _before_forward(self, unit: UnitSize) -> None:
         if unit.name in self.gathered:
             return
-        size = self._sizes(unit).gathered
+        size, turned = self._sizes(unit).gathered, self._sizes(unit).turned
         self._give("unsharded", size)
         self._check(f"gathering {unit.name or 'the model'}", "forward")
-        turned = self._sizes(unit).turned
         self._give("unsharded", size + turned)  # copied out while the last gather's buffer is held: they overlap
         self._check(f"gathering {unit.name or 'the model'}", "forward")
         self._give("unsharded", -self.pending - turned)
@@ -320,9 +314,8 @@ class Walk:
         self.live[part] += size
 
     def _count(self, kind: str, size: int, dim: str = "dp_shard") -> None:
-        if dim == "dp_shard" and self.data.shard == 1:
-            return
-        self._add(dim, kind, 1, size)
+        if dim != "dp_shard" or self.data.shard > 1:
+            self._add(dim, kind, 1, size)
 
     def _add(self, dim: str, kind: str, number: int, size: int) -> None:
         total = self.sent.setdefault((self.phase, dim, kind), [0, 0])
@@ -347,10 +340,8 @@ def _ours(unit: UnitSize, data: DataRanks) -> float:
 
 def _renamed(name: str, block: str) -> str:
     """The unit of the block that a stretch is said of: in the recording it has the name of the block that stands."""
-    if not block or not name:
-        return name
-    container, _, _ = block.rpartition(".")
-    if not name.startswith(f"{container}."):
+    container = block.rpartition(".")[0]
+    if not block or not name.startswith(f"{container}."):
         return name
     _, _, rest = name[len(container) + 1 :].partition(".")
     return f"{block}.{rest}" if rest else block

@@ -147,7 +147,7 @@ def sharded_copy(
     inside = tuple(f"{name}." for name in (*blocks, *(n for stack in fitted.layers for n in stack.fqns)))
     places = tuple(name for name, part in module.named_modules() if not f"{name}.".startswith(inside)
                    and name and not any(True for _ in part.children()))  # fmt: skip
-    buffers = sum(local_piece(b).numel() * b.element_size() for b in module.buffers())
+    buffers = sum(local_piece(b).nbytes for b in module.buffers())
     lasts = {stack.fqns[-1] for stack in plan.layers if stack.fqns}
     everything = (*recorded, *_units_left_out(recorded, left_out, lasts))
     return Copy(module, mode, Marks(tuple(named), blocks, places), everything, left_out, buffers, flash)
@@ -200,13 +200,14 @@ def _sizes(
     seen: set[int] = set()
     for name, names in named:
         parameters = []
-        for path in names:
-            for inner, part in _inside(path, modules[path], own):
-                for key, parameter in own_parameters(part).items():
-                    if parameter is None or id(parameter) in seen:
-                        continue
-                    seen.add(id(parameter))
-                    parameters.append(_held(f"{inner}.{key}" if inner else key, parameter, stored))
+        for inner, part in (pair for path in names for pair in _inside(path, modules[path], own)):
+            for key, parameter in own_parameters(part).items():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                held, local = f"{inner}.{key}" if inner else key, local_piece(parameter)
+                size, shape = stored.get(held, local.element_size()), tuple(local.shape)
+                parameters.append(Held(held, shape, size, parameter.requires_grad, is_stack(parameter)))
         kind = kinds.get(name)
         yield UnitSize(name, tuple(parameters), kind is None or kind.last, kind is not None and kind.block)
 
@@ -216,12 +217,6 @@ def _inside(name: str, module: nn.Module, own: set[int]) -> Iterator[tuple[str, 
     for key, child in module.named_children():
         if id(child) not in own:
             yield from _inside(f"{name}.{key}" if name else key, child, own)
-
-
-def _held(name: str, parameter: torch.Tensor, stored: Mapping[str, int]) -> Held:
-    local = local_piece(parameter)
-    size = stored.get(name, local.element_size())
-    return Held(name, tuple(local.shape), size, parameter.requires_grad, is_stack(parameter))
 
 
 def _left_out(model: nn.Module, folds: tuple[Fold, ...]) -> LeftOut:
@@ -239,9 +234,8 @@ def _left_out(model: nn.Module, folds: tuple[Fold, ...]) -> LeftOut:
 
 
 def _units_left_out(recorded: list[UnitSize], left_out: LeftOut, lasts: set[str]) -> Iterator[UnitSize]:
-    for pairs in left_out.values():
-        for block, by in pairs:
-            for unit in recorded:
-                if unit.name == by or unit.name.startswith(f"{by}."):
-                    name = block + unit.name[len(by) :]
-                    yield replace(unit, name=name, last=name in lasts)
+    for block, by in (pair for pairs in left_out.values() for pair in pairs):
+        for unit in recorded:
+            if f"{unit.name}.".startswith(f"{by}."):
+                name = block + unit.name[len(by) :]
+                yield replace(unit, name=name, last=name in lasts)

@@ -6,6 +6,7 @@ batch, so two recordings tell all other batches where both did the same in the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -49,7 +50,6 @@ class Setting:
     ep: int = 1
     sequence_parallel: bool = False
     checkpointing: Request = False
-    scope: Any = "all"
     gather_logits: bool = False
     batch: int = 1
     sequence: int = 2048
@@ -105,10 +105,8 @@ class Steps:
         if self.given is not None:
             check_argument("plan", self.given, Plan, "pass the result of autoplan.plan() or load_plan()")
             if self.adapters:
-                raise AutoplanError(
-                    f"the plan is for {self.source.name} without adapters, and no parameter of the model is frozen",
-                    hint="omit the plan, or add the adapters and plan that model",
-                )
+                text = f"the plan is for {self.source.name} without adapters, and no parameter of the model is frozen"
+                raise AutoplanError(text, hint="omit the plan, or add the adapters and plan that model")
 
     @cached_property
     def module(self) -> nn.Module:
@@ -123,13 +121,11 @@ class Steps:
     @cached_property
     def dtype(self) -> str:
         """That most weights have."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for parameter in self.module.parameters():
-            if self.adapters and parameter.requires_grad:
-                continue  # of an adapter
-            name = str(parameter.dtype).removeprefix("torch.")
-            sizes[name] = sizes.get(name, 0) + parameter.nbytes
-        return max(sizes, key=lambda name: sizes[name], default="")
+            if not (self.adapters and parameter.requires_grad):  # of an adapter
+                sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
+        return max(sizes, key=sizes.__getitem__, default="")
 
     def check_length(self, length: int) -> int:
         """Return the positions that the config names (0: none); raise where a table has fewer."""
@@ -254,10 +250,8 @@ class Steps:
         cut = {(rule.layout, setting.tp) for rule in runtime.parameters if rule.layout}
         cut |= {(exchange.layout, setting.cp) for exchange in runtime.of(Exchange)}
         layouts = ((Layout.parse(layout), ranks) for layout, ranks in cut)
-        return any(
-            layout.is_split and sum(layout.held(n, ranks) for n in range(ranks)) > layout.size
-            for layout, ranks in layouts
-        )
+        held = ((layout, sum(layout.held(n, ranks) for n in range(ranks))) for layout, ranks in layouts)
+        return any(layout.is_split and total > layout.size for layout, total in held)
 
     def _record(self, setting: Setting) -> Recorded:
         size = (setting.tp, setting.ep, setting.sequence_parallel, setting.cp)
@@ -281,10 +275,13 @@ class Steps:
         ) from problem
 
     def _recorded(self, setting: Setting, plan: Plan, folded: bool, how: str) -> Recorded:
-        checkpointing = Checkpointing(setting.checkpointing, setting.scope)
+        checkpointing = Checkpointing(setting.checkpointing)
         tensor = TensorParallel(gather_logits=setting.gather_logits)
         inputs = inputs_of(self, setting)
-        with fake_mesh(setting.dims, _busiest(setting.dims, plan)) as mesh, quiet():
+        # The rank with most to do: the last of cp where ranks attend with own queries, whose keys are the most
+        behind = prod(size for dim, size in setting.dims.items() if dim != "cp")
+        busiest = (setting.cp - 1) * behind if plan.runtime.of(AttendAcross) else 0
+        with fake_mesh(setting.dims, busiest) as mesh, quiet():
             copy = sharded_copy(
                 self.module, plan, mesh, compute_dtype=setting.compute, checkpointing=checkpointing, tensor=tensor,
                 folded=self.folded if folded else None, averaged=setting.averaged,
@@ -294,12 +291,6 @@ class Steps:
                 tape = _run(copy, setting, inputs, groups, how)
         kernels = (*tape.kernels, *(["flash attention"] if copy.flash else []))
         return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, kernels)
-
-
-def _busiest(dims: Mapping[str, int], plan: Plan) -> int:
-    """Return the rank with most to do: the last of cp where ranks attend with own queries, whose keys are the most."""
-    behind = prod(size for dim, size in list(dims.items())[list(dims).index("cp") + 1 :]) if "cp" in dims else 0
-    return (dims.get("cp", 1) - 1) * behind if plan.runtime.of(AttendAcross) else 0
 
 
 def _cut_again(quarter: UnitSize, half: UnitSize) -> UnitSize | None:
@@ -333,19 +324,16 @@ def size_priced(steps: Steps, setting: Setting) -> tuple[int, int]:
 def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping[str, str], how: str) -> Tape:
     copy.module.train(setting.training)
     mode: Any = copy.mode if how == "fake" else KnownValues(copy.mode, supposing=how == "supposed")
+    names = conventions()
     with mode:
         inputs = {name: own(value, mode, setting.compute) for name, value in given.items()}
-        inputs |= _last(inputs, setting.chunk) if setting.chunk else {}
+        if setting.chunk:  # compute logits and loss of so many tokens only
+            labels = inputs[names.targets][:, -setting.chunk :]
+            inputs |= {names.last_logits: setting.chunk, names.targets: labels}
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
             whole, length = setting.ranks == 1, setting.sequence if setting.cp > 1 else 0
             return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole, length=length)
-
-
-def _last(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return arguments for a step to compute logits and loss of so many tokens only."""
-    names = conventions()
-    return {names.last_logits: count, names.targets: inputs[names.targets][:, -count:]}
 
 
 def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Tensor | None]:

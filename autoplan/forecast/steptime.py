@@ -65,9 +65,8 @@ def step_time(
     compute = _computing(load, device)
     memory = (load.moved + _PASSES_OF_A_SUM * waiting) / device.bandwidth
     seconds: dict[str, float] = {}
-    for sent in load.sent:
-        if sent.dim not in HIDDEN:
-            seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
+    for sent in (sent for sent in load.sent if sent.dim not in HIDDEN):
+        seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
     exposed = [(dim, accumulate * time) for dim, time in seconds.items()]
     idle = (stages - 1) * (compute + memory + sum(seconds.values())) / pieces
     data = _not_hidden(load, compute + memory, device, mesh)
@@ -151,9 +150,8 @@ def one_stage(recorded: Recorded, stages: int) -> Recorded:
     if stages == 1:
         return recorded
     stood = dict.fromkeys((step.name for step in recorded.program.steps if isinstance(step, Block)), 1)
-    for pairs in recorded.left_out.values():
-        for _, block in pairs:
-            stood[block] = stood.get(block, 1) + 1
+    for _, block in (pair for pairs in recorded.left_out.values() for pair in pairs):
+        stood[block] = stood.get(block, 1) + 1
     blocks = sum(stood.values())
     if stages > max(1, blocks):
         raise AutoplanError(f"a pipeline of {stages} stages cannot be priced: the model has {blocks} blocks",

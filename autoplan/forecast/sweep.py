@@ -25,7 +25,7 @@ from autoplan.forecast.devices import Device
 from autoplan.forecast.estimate import estimate_with
 from autoplan.forecast.step import Steps
 from autoplan.values import LocalExperts
-from autoplan.values.estimate import Estimate, MemoryParts, Row
+from autoplan.values.estimate import MemoryParts, Row
 
 _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 _MOST_GPUS = 1 << 16
@@ -87,7 +87,10 @@ class Sweep:
         # Training stays in a node; weights to be served may need several.
         most = gpus if self.common.train == "inference" else min(gpus, self.device.per_node)
         sizes = [tp for tp in self.steps.plan(1).legal_tp if gpus % tp == 0 and tp <= most]
-        contexts = self._context_sizes(gpus)
+        # Over how many ranks of cp long sequences are cut
+        short = self.common.sequence < LONG or self.common.train == "inference" or self.common.chunked_loss
+        legal = () if short else self.steps.plan(1).legal_tp
+        contexts = [cp for cp in legal if cp > 1 and cp & (cp - 1) == 0 and gpus % cp == 0]
         yield from (Split(tp) for tp in sizes if tp > 1 or not contexts)
         for tp, cp in product(sizes, reversed((1, *contexts) if contexts else ())):
             if gpus % (tp * cp) == 0 and tp * cp in self.steps.plan(1).legal_tp and (cp > 1 or tp == 1):
@@ -98,12 +101,6 @@ class Sweep:
         for split in (*(Split(tp, tp) for tp in sizes if tp > 1), *alone):
             if self._apart(split):
                 yield split
-
-    def _context_sizes(self, gpus: int) -> list[int]:
-        """Over how many ranks long sequences are cut."""
-        if self.common.sequence < LONG or self.common.train == "inference" or self.common.chunked_loss:
-            return []
-        return [cp for cp in self.steps.plan(1).legal_tp if cp > 1 and cp & (cp - 1) == 0 and gpus % cp == 0]
 
     @cached_property
     def has_experts(self) -> bool:
@@ -124,15 +121,13 @@ class Sweep:
             if batch % copies:
                 self.dropped.append(f"{split}: a global batch of {batch} is not divisible by {copies}")
                 continue
-            if split.cp > 1 and _kind(split) in self.beaten or self._at_least(split) > self.memory:
+            # A lower bound for its smallest step: from 2n to n ranks of cp it grows twice as much as from 4n
+            more, twice = (0, 0, *self.held.get(0 if split.cp == 1 < split.tp else split.tp, ()))[-2:]
+            least = 3 * twice - 2 * more if more else twice
+            if split.cp > 1 and _kind(split) in self.beaten or least > self.memory:
                 continue
             rows += self._of_split(copies, split, batch // copies)
         return rows
-
-    def _at_least(self, split: Split) -> int:
-        """Return a lower bound for its smallest step: from 2n to n ranks of cp it grows twice as much as from 4n."""
-        more, twice = (0, 0, *self.held.get(0 if split.cp == 1 < split.tp else split.tp, ()))[-2:]
-        return 3 * twice - 2 * more if more else twice
 
     def _along(self, split: Split) -> tuple[bool, ...]:
         """Return the options: sharded along the sequence, if possible, and not."""
@@ -151,11 +146,9 @@ class Sweep:
             stage(f"{split}{', sequence parallel' if along else ''}")
             try:
                 smallest = self._smallest(copies, split, along, each)
-            except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
+            # Of a prompt with several sequences one may not divide; decoding may run a branch that was not planned
+            except (IndivisibleError, PlanMismatchError) as error:
                 self.dropped.append(f"{split}{', sequence parallel' if along else ''}: {error.message}")
-                continue
-            except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
-                self.dropped.append(f"{split}: {error.message}")
                 continue
             alone = self.common.train == "inference" or not (smallest.fits or _may_fit_at_once(smallest))
             if cut is not None and _beats(cut, smallest):
@@ -183,8 +176,9 @@ class Sweep:
     def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
         least: Row | None = None  # with one sequence and the next more of checkpointing
         for checkpointing in reversed(self.again):
-            if least is not None and _held(least.estimate.parts) > self.memory:
-                return
+            parts = MemoryParts() if least is None else least.estimate.parts
+            if parts.weights + parts.optimizer + parts.kept + parts.overhead > self.memory:
+                return  # less checkpointing holds at least this
             least, fitted, at_once = None, True, False
             for micro in (n for n in range(1, each + 1) if each % n == 0):
                 if not fitted and not (at_once and micro == each):
@@ -245,7 +239,13 @@ class Sweep:
         priced = estimate_with(self.steps, question, self.device)
         self.asked[id(priced)] = question
         missing = max(0, priced.peak - self.memory)
-        binds = _biggest(priced.parts) if missing else _slowest(priced)
+        biggest = max(PARTS, key=lambda part: getattr(priced.parts, part))
+        assert priced.time is not None
+        times, whole = priced.time.parts, max(priced.time.total, 1e-12)
+        slowest = max(times, key=times.__getitem__)
+        binds = f"{slowest}: {times[slowest] / whole:.0%} of the step"
+        if missing:
+            binds = f"memory: {size_text(getattr(priced.parts, biggest), 1)} of {PARTS[biggest]}"
         again: Any = question.activation_checkpointing
         return Row(priced, again, question.sequence_parallel, question.reshard_after_forward, question.accumulate,
                    not missing, binds, missing, question.experts)  # fmt: skip
@@ -376,20 +376,3 @@ def _first_of(numbers: list[int], fits: Callable[[int], bool]) -> int | None:
 def _may_fit_at_once(row: Row) -> bool:
     """Return whether the extra memory of a step of several micro-batches is at most the gradients that wait."""
     return 0 < row.missing <= row.estimate.parts.gradients and row.accumulate > 1
-
-
-def _held(parts: MemoryParts) -> int:
-    """Return the least that a step with less checkpointing holds."""
-    return parts.weights + parts.optimizer + parts.kept + parts.overhead
-
-
-def _biggest(parts: MemoryParts) -> str:
-    name = max(PARTS, key=lambda part: getattr(parts, part))
-    return f"memory: {size_text(getattr(parts, name), 1)} of {PARTS[name]}"
-
-
-def _slowest(estimate: Estimate) -> str:
-    assert estimate.time is not None
-    times = estimate.time.parts
-    name = max(times, key=lambda part: times[part])
-    return f"{name}: {times[name] / max(estimate.time.total, 1e-12):.0%} of the step"

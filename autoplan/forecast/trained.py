@@ -60,11 +60,8 @@ def targets_of(targets: str | Sequence[str] | None) -> tuple[str, ...] | str | N
     if targets is None or targets == ALL_LINEAR:
         return targets
     names = targets.split(",") if isinstance(targets, str) else targets
-    if (
-        not isinstance(names, Sequence)
-        or not all(isinstance(name, str) and name.strip() for name in names)
-        or not names
-    ):
+    texts = isinstance(names, Sequence) and all(isinstance(name, str) and name.strip() for name in names)
+    if not texts or not names:
         raise AutoplanError(f"lora_targets={targets!r}", hint=f"suffixes of layer names, or {ALL_LINEAR}")
     return tuple(name.strip() for name in names)
 
@@ -100,17 +97,14 @@ def with_adapters(
             linear = isinstance(child, nn.Linear) and own or conventions().is_transposed_linear(child)
             if linear and (name.startswith(inside) if targets == ALL_LINEAR else _is_target(name, targets)):
                 setattr(part, key, adapted.setdefault(child, Adapted(child, rank, dropout, wide=wide)))
-    if not adapted and targets == ALL_LINEAR:
-        raise AutoplanError(
-            f"{type(model).__name__} has no linear layers to add adapters to, and no parameter of it is frozen",
-            hint='freeze what is not trained and pass the model itself, or use train="full"',
-        )
     if not adapted:
         named = targets if isinstance(targets, str) else ", ".join(targets)
-        raise AutoplanError(
-            f"{type(model).__name__} has no linear layer named {named}",
-            hint=f"pass the names of the adapted layers in lora_targets (--lora-targets), or {ALL_LINEAR}",
-        )
+        lacks = f"no linear layer named {named}"
+        hint = f"pass the names of the adapted layers in lora_targets (--lora-targets), or {ALL_LINEAR}"
+        if targets == ALL_LINEAR:
+            lacks = "no linear layers to add adapters to, and no parameter of it is frozen"
+            hint = 'freeze what is not trained and pass the model itself, or use train="full"'
+        raise AutoplanError(f"{type(model).__name__} has {lacks}", hint=hint)
     return copy.train(model.training)
 
 

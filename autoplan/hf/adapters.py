@@ -33,10 +33,8 @@ def wrap(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
         for name in others:
             wrapped.add_adapter(name, copy.deepcopy(settings[name]))
     except ValueError as error:  # settings may name layers that a tiny clone does not have
-        raise SourceError(
-            f"the adapters of this model cannot be added to a tiny clone: {error}",
-            hint="plan with prove='none', or verify a small model of the same class with the same adapters",
-        ) from error
+        hint = "plan with prove='none', or verify a small model of the same class with the same adapters"
+        raise SourceError(f"the adapters of this model cannot be added to a tiny clone: {error}", hint=hint) from error
     return wrapped
 
 

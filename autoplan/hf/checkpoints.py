@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -221,9 +222,8 @@ def _as_checkpoints(model: Any, tensors: dict[str, torch.Tensor], stored: Stored
         if state is not None and tensor is weight.tensors[0]:  # its method records the matrix in a tensor of bytes
             kind, block = weight.scheme.value("kind"), weight.scheme.value("block")
             dtype = str(model.dtype).removeprefix("torch.")
-            recorded = {"quant_type": kind, "blocksize": block, "dtype": dtype, "shape": list(weight.shape)}
-            bytes_ = torch.frombuffer(bytearray(json.dumps(recorded).encode()), dtype=torch.uint8)
-            checkpoints[f"{entry}.{state}"] = bytes_
+            text = json.dumps({"quant_type": kind, "blocksize": block, "dtype": dtype, "shape": list(weight.shape)})
+            checkpoints[f"{entry}.{state}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return checkpoints
 
 
@@ -241,12 +241,8 @@ def _apart(
         # of tools that know linear layers only, experts are stored one by one
         if not scheme_files()[weight.scheme.id].get("linears_only") or not weight.parameter.endswith("_proj"):
             return {owner + tensor.name: whole}  # written as a stack
-        names = listed(weight.parameter)
-        numbers_of = {
-            f"{owner}{expert}.{part}.weight": torch.tensor(expert * segments + place)
-            for expert in range(experts)
-            for place, part in enumerate(names)
-        }
+        each = product(range(experts), enumerate(listed(weight.parameter)))
+        numbers_of = {f"{owner}{n}.{part}.weight": torch.tensor(n * segments + at) for n, (at, part) in each}
     rows = weight.shape[weight.rows] // segments
     expert_weight = packed_weight(Plain("weight", (rows, weight.shape[weight.contracted])), weight.scheme)
     mine = expert_weight.tensors[weight.tensors.index(tensor)]

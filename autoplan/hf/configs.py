@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,8 +52,7 @@ def check_config(data: Any, where: str) -> None:
         layers = max((n for name, n in whole.items() if is_layer_count(str(name)) == "depth"), default=1)
         experts = max((n for name, n in whole.items() if field_rule(str(name))[0] == "experts"), default=1)
         if not problem and layers * experts > MOST_REGISTERED:
-            total = f"{layers * experts:,} modules, too many to build"
-            problem = f"{layers:,} layers of {experts:,} experts are {total}"
+            problem = f"{layers:,} layers of {experts:,} experts are {layers * experts:,} modules, too many to build"
         if problem:
             raise SourceError(f"{prefix}{problem}", hint="fix the config, or fetch the file again")
 
@@ -67,11 +67,9 @@ def _configs(data: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterato
 
 def _absurd(field: tuple[str, Any]) -> str:
     name, value = field
-    if not isinstance(name, str) or is_token_id(name):
-        return ""
     listed = isinstance(value, (list, tuple))
     sizes = [n for n in (value if listed else (value,)) if isinstance(n, int) and not isinstance(n, bool)]
-    if not sizes:
+    if not isinstance(name, str) or is_token_id(name) or not sizes:
         return ""
     kind, layers = field_rule(name)[0], is_layer_count(name)
     limit = MOST_PARALLEL if kind == "experts" or kind.endswith("heads") else MOST_SIZE if kind else 1 << 53
@@ -95,20 +93,14 @@ def limited_modules(name: str) -> Iterator[None]:
         if threading.get_ident() == thread:
             registered += 1
             if registered > MOST_REGISTERED:
-                raise SourceError(
-                    f"{name} would have more than {MOST_REGISTERED:,} modules and parameters",
-                    hint="check the counts in its config",
-                )
+                hint = "check the counts in its config"
+                raise SourceError(f"{name} would have more than {MOST_REGISTERED:,} modules and parameters", hint=hint)
 
-    handles = [
+    with (
         torch_modules.register_module_module_registration_hook(count),
         torch_modules.register_module_parameter_registration_hook(count),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # Models without a path through scaled_dot_product_attention (gpt-oss: learned sinks) are built with eager attention,
@@ -188,10 +180,8 @@ def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig
     if weights not in choices:
         raise AutoplanError(f"weights={weights!r}", hint=f"choose one of {', '.join(choices)}")
     if config is None:
-        raise AutoplanError(
-            f"weights={weights!r} was requested for a model without a config",
-            hint="pass the config or the folder of the model, or the module in that dtype",
-        )
+        hint = "pass the config or the folder of the model, or the module in that dtype"
+        raise AutoplanError(f"weights={weights!r} was requested for a model without a config", hint=hint)
     changed = copy.deepcopy(config)
     for part in all_configs(changed):
         if getattr(part, "quantization_config", None) is not None:
@@ -199,8 +189,7 @@ def stored_as(config: PretrainedConfig | None, weights: str) -> PretrainedConfig
     if weights in DTYPES:
         changed.dtype = getattr(torch, weights)
     else:
-        quantisation: dict[str, Any] = copy.deepcopy(USUAL_CONFIGS[weights])
-        changed.quantization_config = quantisation
+        changed.quantization_config = copy.deepcopy(USUAL_CONFIGS[weights])
     return changed
 
 
@@ -209,17 +198,14 @@ def _of_checkpoint(folder: Path) -> torch.dtype | None:
     file = min(folder.glob("*.safetensors"), default=None) if folder.is_dir() else None
     if file is None:
         return None
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     try:
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a mapping
                 entry = tensors.get_slice(key)
-                dtype = _FLOATS.get(entry.get_dtype())
-                if dtype is not None:
-                    sizes[dtype] = sizes.get(dtype, 0) + torch.Size(entry.get_shape()).numel() * dtype.itemsize
+                if (dtype := _FLOATS.get(entry.get_dtype())) is not None:
+                    sizes[dtype] += torch.Size(entry.get_shape()).numel() * dtype.itemsize
     except (SafetensorError, OSError) as error:
-        raise SourceError(
-            f"cannot read {file}, and {folder}/config.json sets no dtype: {error}",
-            hint="complete the download, or set the dtype in config.json",
-        ) from error
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+        hint = "complete the download, or set the dtype in config.json"
+        raise SourceError(f"cannot read {file}, and {folder}/config.json sets no dtype: {error}", hint=hint) from error
+    return max(sizes, key=sizes.__getitem__, default=None)

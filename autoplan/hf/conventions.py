@@ -103,20 +103,9 @@ TRANSFORMERS = Conventions(
     kernels_on_gpu=(("_experts_implementation", "grouped_mm"),),
     trusted=("transformers", "peft", "accelerate"),
     idle_settings=(
-        "_",
-        "architectures",
-        "auto_map",
-        "dtype",
-        "gradient_checkpointing",
-        "name_or_path",
-        "output_",
-        "return_dict",
-        "torch_dtype",
-        "tp_",
-        "transformers_version",
-        "use_cache",
-        "warnings_issued",
-    ),  # fmt: skip
+        "_", "architectures", "auto_map", "dtype", "gradient_checkpointing", "name_or_path", "output_", "return_dict",
+        "torch_dtype", "tp_", "transformers_version", "use_cache", "warnings_issued",
+    ),
     config_of=_config_of,
     builder_of=_builder_of,
     base_path=_base_path,
@@ -135,4 +124,4 @@ TRANSFORMERS = Conventions(
     adapted_as=_later("adapters", "adapted_as"),
     parts_to_save=_parts_to_save,
     no_plan_because=no_plan_because,
-)
+)  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -51,11 +52,6 @@ def has_attentions(model: nn.Module) -> bool:
     return conventions().config_of(model) is not None and hasattr(model, ATTENTION.words[0])
 
 
-def no_attentions(model: nn.Module) -> str:
-    """Say why the attention implementation of a model cannot be chosen."""
-    return _absence(model, ATTENTION) or "the model has only one attention implementation"
-
-
 def other_attention(model: nn.Module) -> str:
     """Return the implementation that is not in use."""
     from autoplan.hf.configs import attention_of
@@ -80,11 +76,10 @@ def generative_feed(signature: Collection[str], feeds: Mapping[str, Mapping[str,
     """Return the first feed that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
     if not _cache_argument(signature) or conventions().cache_switch not in signature:
         return "", ""
-    for feed, inputs in feeds.items():
-        for ids in _IDS:
-            value = inputs.get(ids)
-            if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] > 3:
-                return feed, ids
+    for feed, ids in product(feeds, _IDS):
+        value = feeds[feed].get(ids)
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] > 3:
+            return feed, ids
     return "", ""
 
 
@@ -93,19 +88,16 @@ def _cache_argument(signature: Collection[str]) -> str:
     return next((name for name in CACHE.words if name in signature), "")
 
 
-def no_cache(model: nn.Module) -> str:
-    """Say why a model that takes no cache takes none."""
-    return _absence(model, CACHE) or "the model has no cache argument"
+_LACKS = {
+    ATTENTION: "the model has only one attention implementation",
+    CACHE: "the model has no cache argument",
+    TARGETS: "the model has no labels argument",
+}
 
 
-def no_targets(model: nn.Module) -> str:
-    """Say why a model that takes no labels takes none."""
-    return _absence(model, TARGETS) or "the model has no labels argument"
-
-
-def _absence(model: nn.Module, name: ForeignName) -> str:
-    """Return that the library may use another name; "" for a model that is not its own."""
-    return not_known(name) if conventions().config_of(model) is not None else ""
+def lacks(model: nn.Module, name: ForeignName) -> str:
+    """Say why a model has none of this; of a transformers model, that the library may use another name."""
+    return (not_known(name) if conventions().config_of(model) is not None else "") or _LACKS[name]
 
 
 def decoded(
@@ -166,8 +158,7 @@ def _refuse(source: Source, inputs: Mapping[str, Any], training: bool, packed: b
     if source.config is None or not source.name.startswith("transformers."):
         raise AutoplanError(f"{source.name} is built by your own code, which a script cannot name", hint=hint)
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    others = [name for name in tensors if name not in _MADE_OF_THEM]
-    if others or _TOKEN_IDS not in tensors:
+    if not tensors.keys() <= _MADE_OF_THEM or _TOKEN_IDS not in tensors:
         names = ", ".join(tensors)
         raise AutoplanError(f"{source.name} takes {names}; scripts are written only for token ids", hint=hint)
     labels = tensors.get(_LABELS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -75,6 +75,16 @@ def _metrics_once(
         vars(host).pop("gather", None)
 
 
+@contextmanager
+def _deferred(sync: Callable[[bool], None]) -> Iterator[None]:
+    """Do without sums of gradients over ranks meanwhile."""
+    sync(False)
+    try:
+        yield
+    finally:
+        sync(True)
+
+
 def _plain(optimizer: Any) -> Any:
     """Return the optimizer inside accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
@@ -120,13 +130,8 @@ def trainer_class(base: Any, sharded: Sharded) -> Any:
             sizes = self._sharded_sizes
             return int(super().get_tp_size()) if sizes is None else sizes[2]
 
-        @contextmanager
-        def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-            self.model.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                self.model.set_requires_gradient_sync(True)
+        def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
+            return _deferred(self.model.set_requires_gradient_sync)
 
         def _clip_grad_norm(self, model: Any) -> Any:
             if self._sharded_sizes is None:
@@ -135,10 +140,8 @@ def trainer_class(base: Any, sharded: Sharded) -> Any:
 
         def _save_checkpoint(self, *args: Any, **options: Any) -> None:
             """Raise on all ranks what fails on one; files that the first rank alone writes are part of a checkpoint."""
-            if self._sharded_sizes is None:
-                super()._save_checkpoint(*args, **options)
-                return
-            with sharded.together(self.model, "saving a checkpoint"):
+            alone = self._sharded_sizes is None
+            with nullcontext() if alone else sharded.together(self.model, "saving a checkpoint"):
                 super()._save_checkpoint(*args, **options)
 
         def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -211,11 +214,8 @@ def accelerator_class(base: Any, sharded: Sharded, model: Any) -> Any:
                 with super().no_sync(model):
                     yield
                 return
-            defer(False)
-            try:
+            with _deferred(defer):
                 yield
-            finally:
-                defer(True)
 
         def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
             if sharded.sizes(model) is None:

@@ -45,9 +45,8 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
     """Resolve a MODEL string. Raise SourceError that says what was tried."""
     text = text.strip()
     if not text:
-        raise SourceError(
-            "the model string is empty", hint="pass a folder, 'package.module:builder', a model type or a hub id"
-        )
+        hint = "pass a folder, 'package.module:builder', a model type or a hub id"
+        raise SourceError("the model string is empty", hint=hint)
     if is_folder(text):
         folder = Path(text).expanduser()
         path = folder / "config.json"
@@ -85,10 +84,8 @@ def default_config(model_type: str) -> PretrainedConfig:
     try:
         return CONFIG_MAPPING[model_type](**copy.deepcopy(open_fields(model_type)))
     except Exception as error:  # a config class may raise anything
-        raise SourceError(
-            f"the default config of model type {model_type!r} cannot be made: {error}",
-            hint="pass a folder with a config.json, or a config object",
-        ) from error
+        text = f"the default config of model type {model_type!r} cannot be made: {error}"
+        raise SourceError(text, hint="pass a folder with a config.json, or a config object") from error
 
 
 def _from_hub(text: str, trust_remote_code: bool) -> Found:
@@ -132,8 +129,7 @@ def _said(error: Exception) -> str:
 
 def _refuse_remote_code(data: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
     """Raise if a config's classes come with it, unless the user trusts them or transformers has its own."""
-    built_in = data.get("model_type") in CONFIG_MAPPING
-    if data.get("auto_map") and not trust_remote_code and not built_in:
+    if data.get("auto_map") and not trust_remote_code and data.get("model_type") not in CONFIG_MAPPING:
         raise _remote_code_error(where)
 
 
@@ -150,25 +146,20 @@ def _from_builder(module_name: str, function_name: str) -> Found:
     result = _call_of_user(module_name, function_name, builder)
     module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(module, nn.Module):
-        raise SourceError(
-            f"{builder}() returned {type(module).__name__}",
-            hint="a builder returns an nn.Module, or (module, inputs) with inputs as keyword arguments of its forward",
-        )
+        hint = "a builder returns an nn.Module, or (module, inputs) with inputs as keyword arguments of its forward"
+        raise SourceError(f"{builder}() returned {type(module).__name__}", hint=hint)
     if inputs is not None and not isinstance(inputs, Mapping):
-        raise SourceError(
-            f"{builder}() returned a {type(inputs).__name__} as inputs", hint="return a dict: argument name -> tensor"
-        )
+        text = f"{builder}() returned a {type(inputs).__name__} as inputs"
+        raise SourceError(text, hint="return a dict: argument name -> tensor")
     return Found(module=module, inputs=inputs)
 
 
 def inputs_from_string(text: str) -> Mapping[str, Any]:
     """Call `package.module:function`, which returns example arguments of a model's forward by name."""
-    module_name, colon, function_name = text.strip().partition(":")
-    if not colon or not module_name or not function_name:
-        raise SourceError(
-            f"--inputs {text!r} is not 'package.module:function'",
-            hint="name a function that returns {argument of the forward: tensor}; it is called without arguments",
-        )
+    module_name, _, function_name = text.strip().partition(":")
+    if not module_name or not function_name:
+        hint = "name a function that returns {argument of the forward: tensor}; it is called without arguments"
+        raise SourceError(f"--inputs {text!r} is not 'package.module:function'", hint=hint)
     inputs = _call_of_user(module_name, function_name, text)
     if not isinstance(inputs, Mapping):
         raise SourceError(f"{text}() returned {type(inputs).__name__}", hint="return a dict: argument name -> tensor")
@@ -192,19 +183,15 @@ def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
         builder = getattr(builder, part, None)
     if not callable(builder):
         if builder is not None:
-            kind = type(builder).__name__
-            raise SourceError(f"{what} is a {kind}", hint="pass the name of a function")
+            raise SourceError(f"{what} is a {type(builder).__name__}", hint="pass the name of a function")
         near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], 3)
-        raise SourceError(
-            f"{what}: {module_name} has no function {function_name!r}",
-            hint=f"did you mean {', '.join(near)}?" if near else "pass the name of a function of that module",
-        )
+        hint = f"did you mean {', '.join(near)}?" if near else "pass the name of a function of that module"
+        raise SourceError(f"{what}: {module_name} has no function {function_name!r}", hint=hint)
     try:
         return builder()
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SourceError(
-            f"{what}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
-        ) from error
+        text = f"{what}() raised {type(error).__name__}: {error}"
+        raise SourceError(text, hint="it is called without arguments") from error
 
 
 def transformers_class(name: str, config: PretrainedConfig, where: str, trust_remote_code: bool) -> type:
@@ -215,16 +202,12 @@ def transformers_class(name: str, config: PretrainedConfig, where: str, trust_re
     references = getattr(config, "auto_map", None) or {}
     reference = next((r for r in references.values() if isinstance(r, str) and r.endswith(f".{name}")), None)
     if reference is None:
-        raise SourceError(
-            f"transformers {transformers.__version__} has no class {name!r} (architectures[0] of the config)",
-            hint="fix `architectures`, or build the model under torch.device('meta') and pass it",
-        )
+        text = f"transformers {transformers.__version__} has no class {name!r} (architectures[0] of the config)"
+        raise SourceError(text, hint="fix `architectures`, or build the model under torch.device('meta') and pass it")
     if not trust_remote_code:
         raise _remote_code_error(where or name)
     try:
         return get_class_from_dynamic_module(reference, where or config.name_or_path or "")
     except Exception as error:  # fetching and importing someone's code may raise anything
-        raise SourceError(
-            f"{reference} of {where} cannot be imported: {type(error).__name__}: {error}",
-            hint="install what it imports, or update it for this transformers version",
-        ) from error
+        text = f"{reference} of {where} cannot be imported: {type(error).__name__}: {error}"
+        raise SourceError(text, hint="install what it imports, or update it for this transformers version") from error

@@ -51,15 +51,8 @@ class ForeignName:
         return f"{self.kind} {' or '.join(versions)}"
 
 
-CACHE = ForeignName(
-    "argument",
-    (
-        ("cache", "5.24 and later"),
-        ("past_key_values", "to 5.23, deprecated until 5.40"),
-        ("cache_params", "of state-space models, to 5.23"),
-    ),
-    "causal_lm",
-)
+_PAST = ("past_key_values", "to 5.23, deprecated until 5.40"), ("cache_params", "of state-space models, to 5.23")
+CACHE = ForeignName("argument", (("cache", "5.24 and later"), *_PAST), "causal_lm")
 TARGETS = ForeignName("argument", (("labels", ""),), "causal_lm")
 SHIPPED_PLAN = ForeignName("member", (("base_model_tp_plan", ""),))
 ATTENTION = ForeignName("member", (("set_attn_implementation", ""),))
@@ -142,12 +135,9 @@ def _stands(name: ForeignName) -> bool:
         paths = (root / word.replace(".", "/") for word in name.words)
         return any(path.with_suffix(".py").exists() or (path / "__init__.py").exists() for path in paths)
     folders = _folders(name.mapping) if name.mapping else ("*",)
-    for pattern in _FILES[name.kind]:
-        for folder in folders if "{}" in pattern else ("",):
-            files = sorted(root.glob(pattern.replace("{}", folder)))
-            if any(not _names_in(file, name.kind).isdisjoint(name.words) for file in files):
-                return True
-    return False
+    patterns = dict.fromkeys(p.replace("{}", folder) for p in _FILES[name.kind] for folder in folders)
+    files = (file for pattern in patterns for file in sorted(root.glob(pattern)))
+    return any(not _names_in(file, name.kind).isdisjoint(name.words) for file in files)
 
 
 @cache

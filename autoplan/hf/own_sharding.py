@@ -60,19 +60,12 @@ def plan_parts(
         )
         shipped = of_class | of_config
         beyond = {k: style for k, style in own.items() if shipped.get(k) != style and not k.startswith(with_plans)}
-        for origin, plan in (
-            (f"{cls.__name__}._tp_plan", of_class),
-            (f"{type(config).__name__}.base_model_tp_plan", of_config),
-            (f"the {cls.__name__} instance", beyond),
-        ):
-            if plan:
-                parts.append(PlanPart(prefix, origin, plan))
-    notes = [
-        f"transformers' {attribute} ({len(other)} rules) is for other mesh dims and is not used"
-        for attribute in _OTHER_MESHES
-        if (other := getattr(model, attribute, None))
-    ]
-    return tuple(parts), tuple(notes)
+        origins = {f"{cls.__name__}._tp_plan": of_class, f"{type(config).__name__}.base_model_tp_plan": of_config,
+                   f"the {cls.__name__} instance": beyond}  # fmt: skip
+        parts += [PlanPart(prefix, origin, plan) for origin, plan in origins.items() if plan]
+    others = {attribute: len(getattr(model, attribute, None) or ()) for attribute in _OTHER_MESHES}
+    text = "transformers' {} ({} rules) is for other mesh dims and is not used"
+    return tuple(parts), tuple(text.format(attribute, rules) for attribute, rules in others.items() if rules)
 
 
 def known_styles() -> frozenset[str]:
@@ -210,11 +203,9 @@ def with_all_positions(model: Any, feed: Mapping[str, Any], length: int) -> dict
     """Return a call with position ids, as transformers' Trainer passes them, if the model takes them."""
     import torch
 
-    taken = inspect.signature(model.forward).parameters
-    ids = feed.get(_IDS)
-    if _POSITIONS not in taken or ids is None:
-        return dict(feed)
-    return {**feed, _POSITIONS: torch.arange(length).expand(len(ids), -1)}
+    ids: Any = feed.get(_IDS)
+    takes = ids is not None and _POSITIONS in inspect.signature(model.forward).parameters
+    return {**feed, **({_POSITIONS: torch.arange(length).expand(len(ids), -1)} if takes else {})}
 
 
 def checkpoint_its_blocks(model: Any) -> None:

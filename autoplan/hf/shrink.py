@@ -139,26 +139,20 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
             with suppress(Exception):  # the first refusal is reported
                 return _built(config, {**keywords, **alike}, layers, work)
         small = {name: value for name, value in keywords.items() if isinstance(value, int | list)}
-        raise SourceError(
-            f"{type(config).__name__} rejects the sizes of a tiny clone: {error}",
-            hint=f"tried {small}; set what it needs in rules/inputs/{config.model_type}.toml under [tiny]",
-        ) from error
+        hint = f"tried {small}; set what it needs in rules/inputs/{config.model_type}.toml under [tiny]"
+        raise SourceError(f"{type(config).__name__} rejects the sizes of a tiny clone: {error}", hint=hint) from error
 
 
 def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int], work: _Shrinking) -> PretrainedConfig:
     """Build a config of these fields. Fields that the class sets itself are shrunk if they point at layers left out."""
     built = type(config)(**keywords)
+    others = {name: value for name, value in vars(built).items() if name not in keywords}
     past_the_end = {
-        name: value
-        for name, value in vars(built).items()
-        if name not in keywords
-        and vars(config).get(name) == value
-        and _point_at_layers(name, value, layers, _depth(config))
+        name: _small(name, value, config, layers, work)
+        for name, value in others.items()
+        if vars(config).get(name) == value and _point_at_layers(name, value, layers, _depth(config))
     }
-    if not past_the_end:
-        return built
-    shrunk = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
-    return type(config)(**keywords, **shrunk)
+    return type(config)(**keywords, **past_the_end) if past_the_end else built
 
 
 # Fields that were chosen
@@ -166,12 +160,10 @@ def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int]
 
 def _defaults(cls: type) -> dict[str, Any]:
     """Return every field that the class can be built with, and its default."""
-    defaults: dict[str, Any] = {}
+    missing, defaults = dataclasses.MISSING, dict[str, Any]()
     for item in dataclasses.fields(cls):
-        default = item.default
-        if item.default_factory is not dataclasses.MISSING:
-            default = item.default_factory()
-        defaults[item.name] = None if default is dataclasses.MISSING else default
+        default = item.default if item.default_factory is missing else item.default_factory()
+        defaults[item.name] = None if default is missing else default
     for parameter in inspect.signature(cls).parameters.values():  # remote code often has its own __init__
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             defaults.setdefault(parameter.name, None if parameter.default is parameter.empty else parameter.default)
@@ -219,9 +211,9 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
     depth = _depth(config)
     if isinstance(value, int):
         counts = is_layer_count(name)
+        if counts and name == _SHARED:
+            return sum(i >= (depth or 0) - value for i in layers)
         if counts:
-            if name == _SHARED:
-                return sum(i >= (depth or 0) - value for i in layers)
             return min(value, len(layers) if counts == "depth" or value == depth else 1)
         return _size(name, value, config, work)
     if depth and _per_layer(value, depth) and depth > len(layers):
@@ -259,9 +251,8 @@ def _size(name: str, value: int, config: PretrainedConfig, work: _Shrinking) -> 
     if work.related and has_listed_stages(vars(config)):
         return value
     target: int = getattr(sizes, size)
-    if work.related and (
-        width := related_width(value, size, (*([hidden] if hidden else []), *work.related), sizes.hidden)
-    ):
+    widths = (*([hidden] if hidden else []), *work.related) if work.related else ()
+    if width := related_width(value, size, widths, sizes.hidden):
         return width
     if how == "exact" or size == "hidden" and value == hidden and how == "most":
         return target
@@ -283,12 +274,8 @@ def _per_layer(value: Any, depth: int | None) -> bool:
 def _layers_needed(config: PretrainedConfig) -> list[int]:
     """Return the first layers that show every type of layer; if these are too many, the first layer of each type."""
     depth = _depth(config) or 2
-    rows = [
-        [str(x) for x in value]
-        for name, value in vars(config).items()
-        if _per_layer(value, depth) and _PER_LAYER.search(name)
-    ]
-    kinds = list(zip(*rows, strict=True))
+    lists = {n: v for n, v in vars(config).items() if _PER_LAYER.search(n) and isinstance(v, list | tuple)}
+    kinds = list(zip(*(map(str, value) for value in lists.values() if _per_layer(value, depth)), strict=True))
     shared = _read(config, _SHARED) or 0
     outputs = len(vars(config).get(f"_{_STAGES}") or ())
     if 0 < shared < depth and kinds:
@@ -298,8 +285,8 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
     if len(first) < 2:
         periods = [p for name in _PERIODS if isinstance(p := _read(config, name), int)]
         # A cycle of layer types repeats over the depth.
-        patterns = [v for name, v in vars(config).items() if _PER_LAYER.search(name) and isinstance(v, list | tuple)]
-        cycles = [v for v in patterns if all(isinstance(x, str) for x in v) and len(set(v)) > 1 and len(v) < depth]
+        texts = [v for v in lists.values() if all(isinstance(x, str) for x in v)]
+        cycles = [v for v in texts if len(set(v)) > 1 and len(v) < depth]
         needed = max([needed, outputs, *periods, *map(len, cycles)])
     if needed <= _MOST_LAYERS:
         least = max(2, len(sections_of_depth(vars(config), depth)))

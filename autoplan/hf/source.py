@@ -70,12 +70,13 @@ class Source:
 
     def packed(self, module: nn.Module) -> tuple[PackedWeight, ...]:
         """Return the packed weights of `module` in a checkpoint, if the config says that it is quantised."""
-        config = self.config
-        if config is None and self._adapted:
-            assert self.given is not None
-            inside: Any = self.given
-            config = inside.get_base_model().config
-        return quantised_weights(config, module)
+        return quantised_weights(self._own_config, module)
+
+    @property
+    def _own_config(self) -> PretrainedConfig | None:
+        """The config, of the model inside where peft wraps one."""
+        given: Any = self.given
+        return given.get_base_model().config if self.config is None and self._adapted else self.config
 
     def stored_as(self, weights: str) -> Source:
         """Return the same model from a checkpoint with weights stored as a dtype, or in a quantised format."""
@@ -100,18 +101,13 @@ class Source:
         return any(parts_units(vars(section), ranks) for section in self._sections())
 
     def _sections(self) -> list[PretrainedConfig]:
-        given: Any = self.given
-        config = given.get_base_model().config if self.config is None and self._adapted else self.config
+        config = self._own_config
         return [] if config is None else all_configs(config)
 
     def tiny(
-        self,
-        variant: int = 0,
-        dtype: torch.dtype = torch.float64,
-        seed: int = 0,
-        experts: str | None = "eager",
+        self, variant: int = 0, dtype: torch.dtype = torch.float64, seed: int = 0, experts: str | None = "eager",
         attention: str | None = None,
-    ) -> nn.Module:
+    ) -> nn.Module:  # fmt: skip
         """Return a real tiny clone on the CPU in eval mode, with random numbers everywhere, the same for the same
         arguments.
 
@@ -129,11 +125,9 @@ class Source:
         elif self._adapted:
             # A clone of the base model, with adapters like those of the user's model.
             given: Any = self.given
-            inside = given.get_base_model()
-            kind = type(inside)
-            base = Source(_qualname(kind), self.model_type, inside.config, model_class=kind, ranks=self.ranks)
-            settings = settings_of(given) or {}
-            model = wrap(base._tiny_from_config(variant, dtype, experts, attention), settings)
+            kind = type(given.get_base_model())
+            base = Source(_qualname(kind), self.model_type, self._own_config, model_class=kind, ranks=self.ranks)
+            model = wrap(base._tiny_from_config(variant, dtype, experts, attention), settings_of(given) or {})
             cast_numbers(model, dtype)
         else:
             raise SourceError(
@@ -191,11 +185,9 @@ class Source:
 
     @cached_property
     def _adapted(self) -> bool:
-        return (
-            self.given is not None
-            and settings_of(self.given) is not None
-            and isinstance(self.given.get_base_model(), PreTrainedModel)
-        )
+        given: Any = self.given
+        wraps = given is not None and settings_of(given) is not None
+        return wraps and isinstance(given.get_base_model(), PreTrainedModel)
 
     @cached_property
     def _small(self) -> bool:
@@ -229,7 +221,7 @@ def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[st
         assert target.config is not None
         return _from_config(target.config, inputs, trust_remote_code, target.class_name, target.where)
     if isinstance(model, PretrainedConfig):
-        return _from_config(model, inputs, trust_remote_code, None, "")
+        return _from_config(model, inputs, trust_remote_code)
     if isinstance(model, ExportedProgram):
         module = model.module()
         if inputs is None and model.example_inputs is not None:
@@ -267,12 +259,9 @@ def _from_module(module: nn.Module, inputs: Mapping[str, Any] | None) -> Source:
 
 
 def _from_config(
-    config: PretrainedConfig,
-    inputs: Mapping[str, Any] | None,
-    trust_remote_code: bool,
-    class_name: str | None,
-    where: str,
-) -> Source:
+    config: PretrainedConfig, inputs: Mapping[str, Any] | None, trust_remote_code: bool, class_name: str | None = None,
+    where: str = "",
+) -> Source:  # fmt: skip
     """Return a source whose class comes from the string, else the config, else the first auto class of its type."""
     check_config(config.to_dict(), where or type(config).__name__)
     model_type = config.model_type or ""
@@ -301,10 +290,8 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
     except SourceError:
         raise
     except CANNOT_BUILD as error:
-        raise SourceError(
-            f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
-            hint="fix the config, or build the model yourself and pass it",
-        ) from error
+        text = f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}"
+        raise SourceError(text, hint="fix the config, or build the model yourself and pass it") from error
 
 
 def _count(model: nn.Module) -> int:
@@ -343,6 +330,4 @@ def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str])
         if equal := {attribute for attribute, value in integers.items() if value == stacks[0].shape[0]}:
             attributes[name] = equal
     namesakes = [edit for edit in counting if edit.name not in attributes.get(classes[edit.pattern], (edit.name,))]
-    return replace(
-        runtime, instructions=tuple(instruction for instruction in runtime.instructions if instruction not in namesakes)
-    )
+    return replace(runtime, instructions=tuple(i for i in runtime.instructions if i not in namesakes))

@@ -71,9 +71,7 @@ def module_tree(model: nn.Module) -> ModuleTree:
             class_name=kind.__name__,
             container=not shapes and _is_container(module),
             parameters=tuple(shapes),
-            children=tuple(
-                (key, numbers[id(child)]) for key, child in own_modules(module).items() if child is not None
-            ),
+            children=tuple((key, numbers[id(m)]) for key, m in own_modules(module).items() if m is not None),
             inputs=inputs,
             stem=_stem(module),
             masks=masks,
@@ -151,9 +149,8 @@ def stacks_of(tree: ModuleTree, trace: Trace | None = None, causal: frozenset[st
         notes = [*blocks.notes, guess]
         if trace is not None:
             calls = Counter(visit.module for visit in trace.visits if visit.module in names)
-            standing_in = {
-                f"{fold.container}.{key}": f"{fold.container}.{by}" for fold in trace.folds for key, by in fold.members
-            }
+            folded = ((fold.container, key, by) for fold in trace.folds for key, by in fold.members)
+            standing_in = {f"{container}.{key}": f"{container}.{by}" for container, key, by in folded}
             if all(name in calls for name in names):  # in the order of their first calls
                 order = {name: place for place, name in enumerate(calls)}
                 names = sorted(names, key=order.__getitem__)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,8 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     (r"(num_experts|local_experts|routed_experts|moe_num_experts|expert_num)$", "experts", "exact"),
     (r"expert_capacity", "chunk", "most"),
     (r"(moe|expert)\w*(intermediate_size|ffn_hidden_size|_dim)$", "expert_width", "most"),
-    (
-        r"(intermediate_size|intermediate_dim|ffn_dim|d_ff|dff|dim_ff|mlp_dim|n_inner|ffn_hidden_size)$",
-        "intermediate",
-        "most",
-    ),
+    (r"(intermediate_size|intermediate_dim|ffn_dim|d_ff|dff|dim_ff|mlp_dim|n_inner)$", "intermediate", "most"),
+    (r"ffn_hidden_size$", "intermediate", "most"),
     (r"(feed_forward_size|d_inner|intermediate_size_mlp|ffn_inner_dim|ff_dim)$", "intermediate", "most"),
     (r"(d_state|state_size|ssm_state_size)$", "state", "most"),
     (r"chunk_size$", "chunk", "most"),
@@ -104,11 +102,8 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
         "most",
     ),
     (r"^mamba_d_ssm$", "hidden", "double"),
-    (
-        r"(num_query_tokens|num_latents|latent_query_num|n_latents|num_image_tokens|query_num|mm_tokens_per_image)$",
-        "latents",
-        "most",
-    ),
+    (r"(num_query_tokens|num_latents|latent_query_num|n_latents)$", "latents", "most"),
+    (r"(num_image_tokens|query_num|mm_tokens_per_image)$", "latents", "most"),
     (r"^num_(object_)?queries$", "queries", "most"),
     (r"max_source_positions$", "positions", "most"),
     (r"^(image_size|crop_size|img_size)$", "", "image"),
@@ -128,8 +123,6 @@ _TOKEN_ID = re.compile(
     r"(_token_ids?|token_index|_token_idx|_tokens?_id|_start_id|_end_id|_newline_id|pad_index|bos_index|eos_index|"
     r"unk_index|mask_index|_patch_id)$"
 )
-
-
 _UNITS = ("heads", "kv_heads", "linear_key_heads", "linear_value_heads", "experts")  # never cut
 _LEADING = {"kv_heads": "heads", "linear_key_heads": "linear_value_heads"}  # unit -> the more numerous one
 
@@ -206,19 +199,14 @@ def _alike(real: int, tiny: int, ranks: int, tried: int) -> int:
 
 def field_rule(name: str) -> tuple[str, str]:
     """Return (size, how) of a config field; ("", "keep") for a field that no pattern matches."""
-    for pattern, size, how in FIELDS:
-        if re.search(pattern, name):
-            return size, how
-    return "", "keep"
+    return next(((size, how) for pattern, size, how in FIELDS if re.search(pattern, name)), ("", "keep"))
 
 
 def is_layer_count(name: str) -> str:
     """Return "depth" for a number of layers, "one" for a number of layers of which one is enough, "" for any other."""
     if _KEEP.search(name):
         return ""
-    if _AT_MOST_ONE.search(name):
-        return "one"
-    return "depth" if _LAYERS.search(name) else ""
+    return "one" if _AT_MOST_ONE.search(name) else "depth" if _LAYERS.search(name) else ""
 
 
 def is_token_id(name: str) -> bool:
@@ -231,12 +219,8 @@ def amount(text: str, sizes: Sizes) -> int:
     >>> amount("=2*heads", VARIANTS[0])
     16
     """
-    names = asdict(sizes)
-    result = 1
-    for factor in text.removeprefix("=").split("*"):
-        factor = factor.strip()
-        result *= int(factor) if factor.isdigit() else names[factor]
-    return result
+    names, factors = asdict(sizes), map(str.strip, text.removeprefix("=").split("*"))
+    return prod(int(factor) if factor.isdigit() else names[factor] for factor in factors)
 
 
 # Relations that a tiny clone must keep. If one with free widths does not run, another is tried in which widths that are
@@ -269,10 +253,8 @@ def related_width(value: int, size: str, widths: Iterable[int], tiny: int) -> in
 
 def has_listed_stages(fields: Mapping[str, Any]) -> bool:
     """Return whether there are several stages, each with its own number in a list."""
-    return any(
-        _STAGE_LISTS.search(name) and isinstance(value, list | tuple) and len(value) > 1
-        for name, value in fields.items()
-    )
+    lists = {name: value for name, value in fields.items() if isinstance(value, list | tuple) and len(value) > 1}
+    return any(map(_STAGE_LISTS.search, lists))
 
 
 def sections_of_depth(fields: Mapping[str, Any], depth: int) -> dict[str, int]:

@@ -32,20 +32,14 @@ def architectures(mapping: str) -> list[tuple[str, str]]:
     """Return (model type, class name) of every architecture of a mapping, in transformers' order."""
     if mapping not in MAPPINGS:
         raise SourceError(f"there is no mapping {mapping!r}", hint=f"use one of {', '.join(MAPPINGS)}")
-    pairs = []
-    for model_type, classes in getattr(modeling_auto, MAPPINGS[mapping]).items():
-        for name in classes if isinstance(classes, tuple | list) else (classes,):
-            pairs.append((model_type, name))
-    return pairs
+    classes = getattr(modeling_auto, MAPPINGS[mapping]).items()
+    return [(model_type, name) for model_type, own in classes for name in ((own,) if isinstance(own, str) else own)]
 
 
 def class_name_of(model_type: str) -> str | None:
     """Return the class for a bare model type, from the first mapping that has it."""
-    for mapping in MAPPINGS:
-        for other, name in architectures(mapping):
-            if other == model_type:
-                return name
-    return None
+    pairs = (pair for mapping in MAPPINGS for pair in architectures(mapping))
+    return next((name for other, name in pairs if other == model_type), None)
 
 
 # `rules/inputs/<type>.toml` helps to build a small model of a type or to feed it, and `rules/defaults.toml` fills in
@@ -101,10 +95,7 @@ def rule_files(folder: Path) -> dict[str, TypeRules]:
     for path in sorted((folder / "inputs").glob("*.toml")):
         data = _read(path)
         types = _checked(path, data, _KEYS).pop("applies_to", [path.stem])
-        rules = TypeRules(**data)
-        for model_type in types:
-            _refuse_twice(path, model_type, files)
-            files[model_type] = rules
+        _add(path, types, TypeRules(**data), files)
     return files
 
 
@@ -116,9 +107,8 @@ def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
     if problem := misshapen(data, {"defaults": [{}]}):
         raise SourceError(f"{path}: {problem}", hint="write [[defaults]] before each")
     for entry in data.get("defaults", []):
-        for model_type in _checked(path, entry, _DEFAULT_KEYS).get("applies_to", []):
-            _refuse_twice(path, model_type, defaults)
-            defaults[model_type] = entry.get("fields", {})
+        types = _checked(path, entry, _DEFAULT_KEYS).get("applies_to", [])
+        _add(path, types, entry.get("fields", {}), defaults)
     return defaults
 
 
@@ -143,6 +133,8 @@ def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]
     return data
 
 
-def _refuse_twice(path: Path, model_type: str, files: dict[str, Any]) -> None:
-    if model_type in files:
-        raise SourceError(f"{path}: another file is also for {model_type}", hint="one document for a model type")
+def _add(path: Path, types: list[str], rules: Any, files: dict[str, Any]) -> None:
+    for model_type in types:
+        if model_type in files:
+            raise SourceError(f"{path}: another file is also for {model_type}", hint="one document for a model type")
+        files[model_type] = rules

@@ -11,8 +11,8 @@ import pytest
 from autoplan.check.verify import checks
 from autoplan.check.verify.subject import Subject
 from autoplan.hf import names
-from autoplan.hf.driving import no_attentions, no_cache, no_targets
-from autoplan.hf.names import CACHE, NAMES, ForeignName, not_known, vanished, version_findings
+from autoplan.hf.driving import lacks
+from autoplan.hf.names import ATTENTION, CACHE, NAMES, TARGETS, ForeignName, not_known, vanished, version_findings
 from autoplan.hf.source import resolve
 
 HF = Path(names.__file__).parent
@@ -82,13 +82,13 @@ def test_what_this_version_may_call_otherwise_is_not_known(monkeypatch: pytest.M
 def test_verify_says_that_a_check_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of a version that calls its cache otherwise: the check does not say that the model takes none."""
     model = resolve("bert").tiny()
-    assert (no_cache(model), no_targets(model)) == (
+    assert (lacks(model, CACHE), lacks(model, TARGETS)) == (
         "the model has no cache argument",
         "the model has no labels argument",
     )
-    assert no_attentions(model) == "the model has only one attention implementation"
+    assert lacks(model, ATTENTION) == "the model has only one attention implementation"
     monkeypatch.setattr(names, "untested", lambda: NEWER)
     monkeypatch.setattr(names, "_stands", lambda name: False)
     absent = {check.name: check.absent(Subject(model, {})) for check in checks.CHECKS}
     assert absent["cache"].startswith("not known: no class of causal_lm in the installed transformers has the argument")
-    assert absent["loss"].startswith("not known") and no_attentions(model).startswith("not known")
+    assert absent["loss"].startswith("not known") and lacks(model, ATTENTION).startswith("not known")

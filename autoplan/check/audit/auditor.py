@@ -22,13 +22,13 @@ from autoplan.common.options import Wish, check_count
 from autoplan.common.patterns import Universe, fold_names, is_under, matches
 from autoplan.decide.plan.chosen import choices_of_plan, experts_of, wish_of_plan
 from autoplan.decide.plan.folding import Names, flow_of
+from autoplan.emit.words import LEVELS
 from autoplan.execute.tensor_parallel import check_names
 from autoplan.values import AllGather, Capabilities, CutsOf, Drawn, Finding, Plan, Report
 from autoplan.values.plan import digest
 
 DEFAULT = Settings()
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-_ORDER = {"error": 0, "warn": 1, "note": 2}
 
 
 def audit(
@@ -75,7 +75,7 @@ def audit_source(
     subject = subject_of(source, plan, tp_size, settings, run=run)
     noted = tuple(_findings(subject))
     noted, fixed = _corrected(subject, source, noted) if run and correct else (noted, None)
-    findings = sorted(noted, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
+    findings = sorted(noted, key=lambda finding: (LEVELS.index(finding.level), finding.is_consequence))
     stored, possible = held_bytes(subject)
     numbers = subject.numbers
     return Report(
@@ -179,10 +179,8 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
         ours = written if isinstance(written, Plan) else draft_plan(source, Wish(tp_size), choices=written).plan
         return replace(foreign_of(ours), name=f"the {foreign} plan")
     if foreign.plan is not None and foreign.plan.tp_size != tp_size:
-        raise PlanMismatchError(
-            f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}",
-            hint=f"audit it at tp_size={foreign.plan.tp_size}, or make a new plan",
-        )
+        hint = f"audit it at tp_size={foreign.plan.tp_size}, or make a new plan"
+        raise PlanMismatchError(f"{foreign.name} is a plan for {foreign.plan.over}, not tp={tp_size}", hint=hint)
     return foreign
 
 
@@ -194,14 +192,12 @@ def _refused(model: Any, plan: Plan | None, right: Plan | None) -> str:
         check_names(model, plan)
     except PlanMismatchError as error:
         return f"{error.message}: `parallelize` refuses it"
-    if right is None or not plan.made_for.content or digest(plan) == plan.made_for.content or _alike(plan, right):
+    if right is None or not plan.made_for.content or digest(plan) == plan.made_for.content:
+        return ""
+    styles = [{(entry.pattern, entry.style) for entry in each.entries} for each in (plan, right)]
+    if plan.runtime == right.runtime and styles[0] == styles[1]:
         return ""
     return "the plan was edited after it was made and no longer follows from its choices: `parallelize` refuses it"
-
-
-def _alike(plan: Plan, right: Plan) -> bool:
-    styles = ({(entry.pattern, entry.style) for entry in each.entries} for each in (plan, right))
-    return plan.runtime == right.runtime and next(styles) == next(styles)
 
 
 def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
@@ -266,13 +262,10 @@ def _verdict(subject: Audited, line: Line, errors: list[str]) -> str:
     names = [name for weight in weights for name in weight.names]
     if any(place == line.pattern or any(is_under(place, name) for name in names) for place in errors):
         return "wrong"
-    kinds = {_kind(subject, weight) for weight in weights if weight.is_matrix} or {
-        _kind(subject, weight) for weight in weights
-    }
+    kinds = {_kind(subject, weight) for weight in [w for w in weights if w.is_matrix] or weights}
+    gathered = [gather.pattern for gather in subject.solution.runtime.of(AllGather)]
     gathers = line.style == "colwise_gather_output" and not any(
-        matches(gather.pattern, weight.module)
-        for weight in weights
-        for gather in subject.solution.runtime.of(AllGather)
+        matches(pattern, weight.module) for weight in weights for pattern in gathered
     )
     if kinds <= {"same"}:
         return "costlier" if gathers else "same"
@@ -290,16 +283,13 @@ def _kind(subject: Audited, weight: Weight) -> str:
 
 def held_bytes(subject: Audited) -> tuple[int, int]:
     """Bytes of parameters that rank 0 holds: under this plan, and as analysis would split."""
-    ours = theirs = 0
-    for weight in subject.weights:
-        fact, said = weight.fact, weight.said
-        size = fact.shape[said.dim] if said.dim is not None else 1
-        theirs += weight.bytes * len(said.rows[0]) // size if said.dim is not None and said.rows else weight.bytes
-        if fact.dim is None:
-            ours += weight.bytes
-        else:
-            ours += weight.bytes * len(subject.wanted_rows(weight)[0]) // fact.shape[fact.dim]
-    return theirs, ours
+
+    def held(weight: Weight, dim: int | None, rows: tuple[tuple[int, ...], ...]) -> int:
+        return weight.bytes if dim is None or not rows else weight.bytes * len(rows[0]) // weight.fact.shape[dim]
+
+    stored = sum(held(weight, weight.said.dim, weight.said.rows) for weight in subject.weights)
+    cut = ((w, w.fact.dim, () if w.fact.dim is None else subject.wanted_rows(w)) for w in subject.weights)
+    return stored, sum(held(*args) for args in cut)
 
 
 def unsplit_share(subject: Audited) -> float:
@@ -318,9 +308,7 @@ def drawn_of(*subjects: Audited) -> Drawn:
         for weight in subject.weights:
             groups.setdefault((weight.said.dim, cut_text(weight.said)), []).append(weight.name)
         universe = Universe(name for names in groups.values() for name in names)
-        cuts = (
-            (pattern, dim, text) for (dim, text), names in groups.items() for pattern in fold_names(names, universe)
-        )
+        cuts = [(pattern, *cut) for cut, names in groups.items() for pattern in fold_names(names, universe)]
         sides.append(CutsOf(subject.plan.name, tuple(cuts)))
     return Drawn(flow_of(trace, subjects[0].stacks, Names(trace)), tuple(sides))
 

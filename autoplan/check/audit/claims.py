@@ -19,6 +19,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import call_with
 from autoplan.common.patterns import holders, is_under
 from autoplan.common.random_values import cast_numbers, inputs_in
+from autoplan.emit.words import LEVELS
 from autoplan.values import Finding, Report
 
 _STAGES = 2
@@ -36,12 +37,18 @@ class Verdict(StrEnum):
 
 def audit_claims(source: Any, tp_size: int = 2) -> Report:
     """Try every claim of a model's class. `details["claims"]` says of each: holds, wrong, doubtful, or not claimed."""
+    import torch
+
     from autoplan.check.verify.clone import clone_of
     from autoplan.hf.own_sharding import claims_of
 
     module = source.module()
     claims = claims_of(module)
-    clone = _as_written(clone_of(source))
+    clone = clone_of(source)
+    if clone.lifted:  # its code asks for single precision. What is compared runs the same operations twice
+        model = copied(clone.model)
+        cast_numbers(model, torch.float32)
+        clone = replace(clone, model=model, feeds=inputs_in(torch.float32, clone.feeds))
     verdicts: dict[str, Verdict] = {}
     findings: list[Finding] = []
 
@@ -63,11 +70,10 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
     noted("context-parallel", bool(claims.context_parallel), _context(source, clone.model, claims.context_parallel))
     noted("no-split-modules", bool(claims.no_split), _blocks(module, claims.no_split))
     noted("checkpointing", bool(claims.checkpointing), _checkpointing(clone, claims.checkpointing))
-    order = {"error": 0, "warn": 1, "note": 2}
     claimed = [verdict for verdict in verdicts.values() if verdict is not Verdict.NOT_CLAIMED]
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
-        findings=tuple(sorted(findings, key=lambda finding: order[finding.level])),
+        findings=tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level))),
         tp_size=tp_size,
         details={
             "model": source.name,
@@ -75,17 +81,6 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
             "verdict": f"{claimed.count(Verdict.HOLDS)} of {len(claimed)} claims hold",
         },
     )
-
-
-def _as_written(clone: Any) -> Any:
-    """The clone in single precision if its code asks for that. What is compared runs the same operations twice."""
-    import torch
-
-    if not clone.lifted:
-        return clone
-    model = copied(clone.model)
-    cast_numbers(model, torch.float32)
-    return replace(clone, model=model, feeds=inputs_in(torch.float32, clone.feeds))
 
 
 def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:
@@ -108,28 +103,37 @@ def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:
 
 def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
     """The model on two stages, split by transformers, against the whole model: outputs alone, for it trains none."""
+    import torch
+
     from autoplan.hf.own_sharding import lacks_for_stages, splits_pipelines, unsplit_children
 
     modules = {name for name, _ in module.named_modules()}
     for key in plan:
         if key not in modules and not any(name.endswith(f".{key}") for name in modules):
-            yield Finding("", "error" if plan else "note", key, f"pp_plan names {key!r}, which the model does not have")
+            yield Finding("", "error", key, f"pp_plan names {key!r}, which the model does not have")
     if not splits_pipelines():
         return
-    base, _, feed = _called(clone)
-    if base is None:
+    want, feed = None, {}  # the logits of the whole model for the first feed that gives some
+    for feed in clone.feeds.values():
+        with torch.no_grad():
+            want = getattr(copied(clone.model).eval()(**feed), conventions().logits, None)
+        if want is not None:
+            break
+    if want is None:
         return
     try:
-        worst = _on_stages(clone.model, feed, base)
+        worst = _on_stages(clone.model, feed, want)
     except Exception as error:  # what splitting or running it raises is the finding
         lacks = lacks_for_stages(clone.model)
         text = f"transformers cannot split it into {_STAGES} pipeline stages"
         text += f": it divides {lacks}, which the model does not have" if lacks else ", or the stages do not run"
         raised = "" if lacks else said(getattr(error, "cause", error))
-        hint = "run it with pp_size=1" + (", and do not claim a pp_plan" if plan else "")
-        yield Finding(
-            "", "error" if plan else "note", lacks, text, hint, proof=raised, kind="cannot-run" if plan else ""
-        )
+        hint = "run it with pp_size=1"
+        if plan:
+            hint = f"{hint}, and do not claim a pp_plan"
+            yield Finding("", "error", lacks, text, hint, proof=raised, kind="cannot-run")
+        else:
+            yield Finding("", "note", lacks, text, hint, proof=raised)
         return
     if worst > _ALLOWED:
         again = unsplit_children(clone.model)
@@ -138,18 +142,6 @@ def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
         text = f"split into {_STAGES} pipeline stages, its results are wrong{why}{claimed}"
         proof = f"on {_STAGES} simulated ranks, logits are off by {worst:.2g} (allowed {_ALLOWED:g})"
         yield Finding("", "error", ", ".join(again), text, "run it with pp_size=1", proof=proof, kind="wrong-numbers")
-
-
-def _called(clone: Any) -> tuple[Any, str, Any]:
-    """The logits of the whole model for the first feed that gives some."""
-    import torch
-
-    for name, feed in clone.feeds.items():
-        with torch.no_grad():
-            out = getattr(copied(clone.model).eval()(**feed), conventions().logits, None)
-        if out is not None:
-            return out, name, feed
-    return None, "", None
 
 
 def _on_stages(model: Any, feed: Any, want: Any) -> float:

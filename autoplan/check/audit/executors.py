@@ -89,9 +89,8 @@ def _chosen(model: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 def is_cut_by_autotp(module: nn.Module | None) -> bool:
     """Return whether AutoTP looks up a spec for a module of this class."""
-    return isinstance(module, (nn.Linear, nn.Embedding)) or (
-        module is not None and conventions().is_transposed_linear(module)
-    )
+    linear = isinstance(module, (nn.Linear, nn.Embedding))
+    return linear or module is not None and conventions().is_transposed_linear(module)
 
 
 def _dim(spec: Mapping[str, Any]) -> int:
@@ -145,12 +144,8 @@ def _shard(model: nn.Module, mesh: Any, *, config: Mapping[str, Any]) -> nn.Modu
 
 
 def _rows(sizes: list[int], tp: int) -> Rows:
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    return tuple(
-        tuple(start + row for start, size in zip(starts, sizes, strict=True)
-              for row in range(rank * size // tp, (rank + 1) * size // tp))
-        for rank in range(tp)
-    )  # fmt: skip
+    pieces = torch.arange(sum(sizes)).split(sizes)
+    return tuple(tuple(torch.cat([piece.view(tp, -1)[rank] for piece in pieces]).tolist()) for rank in range(tp))
 
 
 def _keep(module: nn.Module, name: str, dim: int, rows: tuple[int, ...]) -> None:
@@ -171,9 +166,8 @@ def _row(module: nn.Linear, group: RankGroup, x: torch.Tensor) -> torch.Tensor:
 
 def _gather(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
     """Every parameter or gradient, whole, under each of its names."""
-    pieces = model.__dict__[_HELD]
     whole = _tensors(model, grads)
-    for name, (dim, rows, group) in pieces.items():
+    for name, (dim, rows, group) in model.__dict__[_HELD].items():
         if name in whole:
             whole[name] = gather_over_ranks(whole[name].detach(), group, dim, rows)
     return whole
@@ -327,9 +321,7 @@ def _of_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
 def _place() -> str:
     """The line of the code that is not torch's."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename == _HERE or frame.f_code.co_filename.startswith(_TORCH)
-    ):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 

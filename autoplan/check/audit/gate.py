@@ -24,7 +24,7 @@ from autoplan.hf.source import Source, resolve
 from autoplan.values import Finding, Plan
 from autoplan.values.plan import digest, steering
 
-_SHOWN = 5
+_SHOWN, _SHOWN_PLACES = 5, 3  # findings, and places of a plan
 
 
 def refuse_wrong(source: Any, plan: Any, tp_size: int) -> tuple[Finding, ...]:
@@ -70,10 +70,8 @@ def warn_unproven(plan: Plan) -> None:
     """Warn that a plan is unproven, unless nobody asked to prove it (`prove="none"`)."""
     if plan.ranks > 1 and plan.proof.was_asked and not (plan.proof.ok or plan.proof.failed):
         why, hint = _why_unproven(plan)
-        text = f"the plan for {plan.model} at {plan.over} is unproven: {why}"
-        warnings.warn(
-            f"{text}\n  → {hint}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3
-        )
+        text = f"the plan for {plan.model} at {plan.over} is unproven: {why}\n  → {hint}"
+        warnings.warn(f"{text}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3)
 
 
 def _why_unproven(plan: Plan) -> tuple[str, str]:
@@ -92,26 +90,27 @@ def _line(finding: Finding) -> str:
     return f"{finding.check}: {where}{finding.message}{proof}"
 
 
-_SHOWN_PLACES = 3
-
-
 def held_against_model(model: nn.Module, plan: Plan, source: Source | None = None) -> Plan:
     """Return the plan if nothing has changed since it was made, or the same is made now; raise else. Plans put together
     in Python pass."""
     if not plan.made_for.content:
         return plan
-    changed = _changed(model, plan)
-    if not changed:
+    if digest(plan) != plan.made_for.content:
+        changed = f"the plan for {plan.model} was edited after it was made"
+    elif plan.made_for.model != model_hash(model) and not plan.packed:  # which its library builds of other modules
+        changed = f"the plan for {plan.model} was made for other code or other sizes than {type(model).__name__} has"
+    else:
         return plan
     check_matches(model, plan)
     try:
         source = resolve(model) if source is None else source
         derived = proven_plan(source, wish_of_plan(plan), choices_of_plan(plan), source.module())
     except AutoplanError as error:
-        raise PlanMismatchError(
-            f"{changed}, and it cannot be planned again: {error.message}", hint=_remedy(plan, error.hint)
-        ) from error
-    apart = list(_apart(_comparable(plan), _comparable(derived)))
+        hint = _remedy(plan, error.hint)
+        raise PlanMismatchError(f"{changed}, and it cannot be planned again: {error.message}", hint=hint) from error
+    # What steers the model, without how it was made
+    ours, other = ({n: v for n, v in steering(each).items() if n != "made_for"} for each in (plan, derived))
+    apart = list(_apart(ours, other))
     if apart:
         more = f" (and {len(apart) - _SHOWN_PLACES} more)" if len(apart) > _SHOWN_PLACES else ""
         raise PlanMismatchError(
@@ -122,26 +121,10 @@ def held_against_model(model: nn.Module, plan: Plan, source: Source | None = Non
     return replace(derived, model=plan.model)
 
 
-def _changed(model: nn.Module, plan: Plan) -> str:
-    """Return what has changed; "" if nothing."""
-    if digest(plan) != plan.made_for.content:
-        return f"the plan for {plan.model} was edited after it was made"
-    if plan.made_for.model != model_hash(model) and not plan.packed:  # which its library builds of other modules
-        return f"the plan for {plan.model} was made for other code or other sizes than {type(model).__name__} has"
-    return ""
-
-
 def _remedy(plan: Plan, hint: str = "") -> str:
-    remedy = f"{hint}; or " if hint else ""
-    return (
-        f"{remedy}plan again: {made_anew(plan)}; to shard differently, pass overrides={{pattern: style}} to "
-        "autoplan.plan; check=False applies the plan unchanged"
-    )
-
-
-def _comparable(plan: Plan) -> dict[str, Any]:
-    """Return what steers the model, without how it was made."""
-    return {name: value for name, value in steering(plan).items() if name != "made_for"}
+    remedy = f"{hint}; or plan again" if hint else "plan again"
+    more = "to shard differently, pass overrides={pattern: style} to autoplan.plan"
+    return f"{remedy}: {made_anew(plan)}; {more}; check=False applies the plan unchanged"
 
 
 def _apart(ours: Any, other: Any, where: str = "") -> Iterator[str]:
@@ -155,10 +138,10 @@ def _apart(ours: Any, other: Any, where: str = "") -> Iterator[str]:
                 yield f"{path} is {ours[name]!r:.80}, should be absent"
             else:
                 yield from _apart(ours[name], other[name], path)
-    elif isinstance(ours, list) and isinstance(other, list) and len(ours) == len(other):
+    elif isinstance(ours, list) and isinstance(other, list) and len(ours) != len(other):
+        yield f"{where} has {len(ours)} items, should have {len(other)}"
+    elif isinstance(ours, list) and isinstance(other, list):
         for number, (mine, its) in enumerate(zip(ours, other, strict=True)):
             yield from _apart(mine, its, f"{where}[{number}]")
-    elif isinstance(ours, list) and isinstance(other, list):
-        yield f"{where} has {len(ours)} items, should have {len(other)}"
     elif ours != other or type(ours) is not type(other):
         yield f"{where} is {ours!r:.80}, should be {other!r:.80}"

@@ -25,6 +25,7 @@ from autoplan.values import Plan
 
 Dialect = Literal["transformers", "torch", "deepspeed", "autoplan"]
 RESERVED = ("auto", "inferred", "handwritten")
+_LARGEST = 4 << 20  # bytes of a file in which patterns are looked for
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,8 @@ class ForeignPlan:
 
     def line_at(self, name: str) -> Line | None:
         """The line that counts where several mean this very module or parameter."""
-        lines = [line for line in self.lines if self.reaches(line, name)]
-        if not lines:
-            return None
-        return lines[-1] if self.dialect == "torch" else lines[0]
+        lines = self.lines[::-1] if self.dialect == "torch" else self.lines
+        return next((line for line in lines if self.reaches(line, name)), None)
 
     def reaches(self, line: Line, name: str) -> bool:
         """Return whether a key names this module or parameter."""
@@ -98,10 +97,8 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
     if text == "hf":
         plan = conventions().shipped_plan(model)
         if not plan:
-            raise WrittenPlanError(
-                f"{name} has no transformers plan: neither its classes nor its configs have one",
-                hint="audit plan='inferred', or write one: {pattern: style}",
-            )
+            text = f"{name} has no transformers plan: neither its classes nor its configs have one"
+            raise WrittenPlanError(text, hint="audit plan='inferred', or write one: {pattern: style}")
         return _of_mapping(plan, f"transformers' plan of {name}", model)
     if is_file(text):
         path = Path(text)
@@ -114,10 +111,8 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
     if plan_by_id(text) is not None:
         return text
     if not looks_dotted(text):
-        raise WrittenPlanError(
-            f"plan {text!r} is not an existing file, plan id or dotted path",
-            hint="give 'hf', 'inferred', a plan file, package.module:attribute, or a dict",
-        )
+        hint = "give 'hf', 'inferred', a plan file, package.module:attribute, or a dict"
+        raise WrittenPlanError(f"plan {text!r} is not an existing file, plan id or dotted path", hint=hint)
     value = plan_at(text, model)
     return foreign_of(value, text) if isinstance(value, Plan) else _of_mapping(value, text, model)
 
@@ -144,9 +139,8 @@ def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
     for key in data:
         check_key(key, name)
     if any(type(style).__name__ == "PlannedModel" for style in data.values()):
-        raise WrittenPlanError(
-            f"{name} is an export of an autoplan Plan", hint="audit the Plan itself, or its plan file"
-        )
+        hint = "audit the Plan itself, or its plan file"
+        raise WrittenPlanError(f"{name} is an export of an autoplan Plan", hint=hint)
     objects = any(not isinstance(style, str) for style in data.values())
     lines = tuple(_line(key, style, name) for key, style in data.items())
     return ForeignPlan(name, "torch" if objects else "transformers", lines, data)
@@ -159,9 +153,6 @@ def _line(key: str, style: Any, name: str) -> Line:
         written = style if isinstance(style, str) else f"{type(style).__module__}.{type(style).__qualname__}"
         return Line(key, "", written, error.message)
     return Line(key, choice.style, choice.written)
-
-
-_LARGEST = 4 << 20
 
 
 def plan_file_of(plan: str) -> str:
@@ -185,11 +176,8 @@ def lines_of(file: str, patterns: Iterable[str]) -> dict[str, int]:
         lines = read_text(file, NotPlain(), _LARGEST).splitlines() if file else []
     except AutoplanError:
         return {}
-    wanted = tuple(patterns)
     numbers: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
-        words = {word.strip("{}[](),:") for word in line.replace('"', " ").replace("'", " ").split()}
-        for pattern in wanted:
-            if pattern in words:
-                numbers.setdefault(pattern, number)
-    return numbers
+        for word in line.replace('"', " ").replace("'", " ").split():
+            numbers.setdefault(word.strip("{}[](),:"), number)
+    return {pattern: numbers[pattern] for pattern in patterns if pattern in numbers}

@@ -104,20 +104,20 @@ class Torch(Dialect):
             plain = {}
         arguments = []
         for name, option in vars(value).items():
-            if name.startswith("_") or (name in plain and repr(plain[name]) == repr(option)):
+            usual = repr(plain[name]) if name in plain else ""
+            if name.startswith("_") or repr(option) == usual or name in _NO_ARGUMENTS:
                 continue
             if name == "sequence_sharding":
                 arguments.append(f"sequence_dim={option[0].dim}")
                 continue
-            if name in ("prepare_module_input", "prepare_module_output", "with_kwargs"):
-                continue
             if isinstance(option, tuple) and len(option) == 1 and cls.__name__ not in LAYOUTS_ONLY:
                 option = option[0]
-            if option is not None and (name not in plain or repr(plain[name]) != repr(option)):
+            if option is not None and repr(option) != usual:
                 arguments.append(f"{name}={layout_text(option)}")
         return f"{cls.__name__}({', '.join(arguments)})"
 
 
+_NO_ARGUMENTS = ("prepare_module_input", "prepare_module_output", "with_kwargs")  # attributes of styles
 LAYOUTS = ("Replicate", "Shard", "Partial")
 LAYOUTS_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 
@@ -185,9 +185,6 @@ class DeepSpeed(Dialect):
         ]
         return data
 
-    def matches(self, spec: Mapping[str, Any], parameter: str) -> bool:
-        return any(re.match(expression, parameter) for expression in spec.get("patterns", ()))
-
 
 def dialect_of(plan: ForeignPlan) -> Dialect | None:
     kinds = {"transformers": Transformers, "torch": Torch, "deepspeed": DeepSpeed}
@@ -226,23 +223,18 @@ def rows_of(subject: Audited, dialect: Dialect) -> tuple[PlanRow, ...]:
     """Every row of the plan, dead ones too."""
     names = [name for name in dict.fromkeys([*subject.modules, *subject.parameters]) if name]
     if isinstance(dialect, DeepSpeed):
-        decided: dict[int, list[str]] = {}
         specs = specs_of(subject.plan.raw) or []
+        decided: dict[int, list[str]] = {id(spec): [] for spec in specs}
         for name in subject.parameters:
-            place = next((n for n, spec in enumerate(specs) if dialect.matches(spec, name)), None)
-            if place is not None:
-                decided.setdefault(place, []).append(name.removesuffix(".weight"))
-        return tuple(
-            PlanRow(
-                tuple(spec["patterns"]), {k: v for k, v in spec.items() if k != "patterns"}, tuple(decided.get(n, ()))
-            )
-            for n, spec in enumerate(specs)
-        )
+            if (spec := spec_for(subject.plan.raw, name)) is not None:
+                decided[id(spec)].append(name.removesuffix(".weight"))
+        values = ({key: value for key, value in spec.items() if key != "patterns"} for spec in specs)
+        keys = (tuple(spec["patterns"]) for spec in specs)
+        return tuple(map(PlanRow, keys, values, map(tuple, decided.values())))
     reached: dict[str, list[str]] = {line.pattern: [] for line in subject.plan.lines}
+    every = subject.plan.dialect == "torch"
     for name in names:
-        for line in (
-            subject.plan.lines if subject.plan.dialect == "torch" else filter(None, [subject.plan.line_at(name)])
-        ):
+        for line in subject.plan.lines if every else filter(None, [subject.plan.line_at(name)]):
             if subject.plan.reaches(line, name):
                 reached[line.pattern].append(name)
     return tuple(PlanRow(key, subject.plan.raw[key], tuple(modules)) for key, modules in reached.items())
@@ -272,8 +264,8 @@ def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited
             place = result.index(row)
             new: list[PlanRow] = []
             if change.new is not None and not done:
-                key = row.key if not rest and len(common) == len(change.names) else None
-                new = [PlanRow(key, change.new, change.names)] if key is not None else _new(change)
+                keeps = row.key is not None and not rest and len(common) == len(change.names)
+                new = [PlanRow(row.key, change.new, change.names)] if keeps else _new(change)
                 done = True
             untouched = [PlanRow(p, row.value, tuple(n for n in rest if starred(n) == starred(p) and _means(p, n)))
                     for p in patterns_of(subject, rest)]  # fmt: skip
@@ -287,17 +279,12 @@ def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialec
     """The key of another row that means all of these names, and says of them what the change wants."""
     if change.new is None or change.key is None:
         return ()
-    return next(
-        (
-            (row.key,)
-            for row in rows
-            if row.key != change.key
-            and isinstance(row.key, str)
-            and dialect.same(row.value, change.new)
-            and all(subject.plan.reaches(Line(row.key, "", ""), name) for name in change.names)
-        ),
-        (),
-    )
+    others = (row for row in rows if row.key != change.key and isinstance(row.key, str))
+    for row in others:
+        reached = (subject.plan.reaches(Line(row.key, "", ""), name) for name in change.names)
+        if dialect.same(row.value, change.new) and all(reached):
+            return (row.key,)
+    return ()
 
 
 def overlapping(rows: Iterable[PlanRow], subject: Audited) -> tuple[Change, ...]:
@@ -327,10 +314,8 @@ def _new(change: Change) -> list[PlanRow]:
 def effective_key(subject: Audited, dialect: Dialect, name: str) -> Any:
     """The key of the row that decides about a module or parameter; None where there is none."""
     if isinstance(dialect, DeepSpeed):
-        parameter = dialect.parameter(name)
-        return next(
-            (tuple(s["patterns"]) for s in specs_of(subject.plan.raw) or () if dialect.matches(s, parameter)), None
-        )
+        spec = spec_for(subject.plan.raw, dialect.parameter(name))
+        return None if spec is None else tuple(spec["patterns"])
     line = subject.plan.line_at(name)
     return None if line is None else line.pattern
 
@@ -350,14 +335,14 @@ def write_fixed(plan: Any, path: Path, title: str) -> None:
         plan.save(path)
         return
     has_objects = any(not isinstance(style, (str, Mapping, list)) for style in plan.values())
-    if has_objects and path.suffix != ".py":
-        raise AutoplanError(f"{path}: style objects are written as Python", hint=f"-o {path.with_suffix('.py').name}")
     if path.suffix == ".py":
-        write_whole(path, _module(plan, title, has_objects))
-    elif path.suffix in (".yaml", ".yml"):
-        write_whole(path, yaml.safe_dump(dict(plan), sort_keys=False))
+        text = _module(plan, title, has_objects)
+    elif has_objects:
+        raise AutoplanError(f"{path}: style objects are written as Python", hint=f"-o {path.with_suffix('.py').name}")
     else:
-        write_whole(path, json.dumps(dict(plan), indent=2) + "\n")
+        as_yaml = path.suffix in (".yaml", ".yml")
+        text = yaml.safe_dump(dict(plan), sort_keys=False) if as_yaml else json.dumps(dict(plan), indent=2) + "\n"
+    write_whole(path, text)
 
 
 def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
@@ -371,8 +356,8 @@ def _module(plan: Mapping[str, Any], title: str, has_objects: bool) -> str:
     texts = {key: dialect.text(style) for key, style in plan.items()}
     imports: dict[str, set[str]] = {}
     for style in plan.values():
-        if not isinstance(style, str):
-            cls = type(style)
+        cls = type(style)
+        if cls is not str:
             module = "torch.distributed.tensor.parallel" if cls.__module__.startswith("torch.") else cls.__module__
             imports.setdefault(module, set()).add(cls.__qualname__)
     layouts = {name for name in LAYOUTS if any(f"{name}(" in text for text in texts.values())}

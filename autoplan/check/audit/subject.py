@@ -25,6 +25,8 @@ from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
 from autoplan.values.quantised import PackedWeight
 
 Level = Literal["error", "warn", "note"]
+# Styles of a layer whose input and output are whole, whatever its neighbours do.
+EXACT_ALONE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 @dataclass(frozen=True)
@@ -137,15 +139,20 @@ class Audited:
     def _said(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
         if self.plan.plan is not None:
             line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)
-            rule = best_match(self.plan.plan.runtime.parameters, names[0])
-            if rule is None or rule.dim is None or rule.layout is None or rule.dim >= len(fact.shape):
-                return Said(line)
-            return Said(line, rule.dim, 1, Layout.parse(rule.layout).rows_of_all(self.tp_size))
+            said = self.said_by_rule(line, names[0])
+            return Said(line) if said is None or (said.dim or 0) >= len(fact.shape) else said
         for name in names:
             line = self.plan.line_for(name)
             if line is not None:
                 return said_by(self.plan, line, name, fact.shape, self.modules, self.tp_size)
         return Said(None)
+
+    def said_by_rule(self, line: Line | None, name: str) -> Said | None:
+        """What a plan of ours does to a parameter or buffer; None if it stays whole."""
+        rule = best_match(self.plan.plan.runtime.parameters, name) if self.plan.plan is not None else None
+        if rule is None or rule.dim is None or rule.layout is None:
+            return None
+        return Said(line, rule.dim, 1, Layout.parse(rule.layout).rows_of_all(self.tp_size))
 
     def wanted_rows(self, weight: Weight) -> tuple[tuple[int, ...], ...]:
         """The rows that analysis gives each rank."""

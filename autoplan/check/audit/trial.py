@@ -72,35 +72,30 @@ def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
     size = tp_size if same and tp_size <= _LARGEST_TP else _TINY_TP
     if plan.dialect == "deepspeed" and (why := not_imitated(clone.model, plan.raw, size)):
         return AuditRun(reason=why, tiny=clone)
-    thawed: dict[str, None] = {}
+    thawed: set[str] = set()
     # A clone is built anew: what is frozen in every block of the model is frozen in it too
     trained = {starred(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     of_model = {starred(name) for name, _ in model.named_parameters()}
     for name, parameter in clone.model.named_parameters():
         if starred(name) in of_model - trained:
             parameter.requires_grad_(False)
-    sharding = _noticing(sharding_for(plan), thawed)
+    sharding = sharding_for(plan)
+
+    def shard(model: Any, mesh: Any) -> Any:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        model = sharding.shard(model, mesh)
+        after = dict(model.named_parameters())
+        thawed.update(name for name in frozen if name in after and after[name].requires_grad)
+        return model
+
     with quiet():  # torch logs what cannot run with its traceback: here that is an answer
-        report = check_sharding(clone.model, clone.feeds, sharding, size, checks=_CHECKS)
+        report = check_sharding(clone.model, clone.feeds, replace(sharding, shard=shard), size, checks=_CHECKS)
     return AuditRun(report, tiny=clone, full_size=same and size == tp_size, thawed=tuple(thawed))
 
 
 def sharding_for(plan: ForeignPlan) -> Sharding:
     """Return how the plan's own library carries it out."""
     return _LIBRARIES[plan.dialect](plan.raw) if plan.plan is None else sharding_of(plan.plan)
-
-
-def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
-    """The same, and what thaws while it is done is written down."""
-
-    def shard(model: Any, mesh: Any) -> Any:
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        model = sharding.shard(model, mesh)
-        after = dict(model.named_parameters())
-        thawed.update((name, None) for name in frozen if name in after and after[name].requires_grad)
-        return model
-
-    return replace(sharding, shard=shard)
 
 
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> AuditRun:

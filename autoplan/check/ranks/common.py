@@ -43,10 +43,8 @@ class RankLost(AutoplanError):
         how = "ended" if exit_code is None else f"ended with {exit_code}"
         if exit_code is not None and exit_code < 0:
             how = f"was killed by {signal.Signals(-exit_code).name}"
-        super().__init__(
-            f"rank {rank} of {world_size} {how} before it returned a result",
-            hint="did it run out of memory? A script that starts ranks needs `if __name__ == '__main__':`",
-        )
+        hint = "did it run out of memory? A script that starts ranks needs `if __name__ == '__main__':`"
+        super().__init__(f"rank {rank} of {world_size} {how} before it returned a result", hint=hint)
         self.rank, self.exit_code = rank, exit_code
 
 
@@ -175,6 +173,6 @@ class KeptOutside:
 
 
 def _alike(before: list[Any], other: list[Any] | None) -> bool:
-    if other is None or len(before) != len(other):
-        return False
-    return all(a is b or isinstance(a, int | float | str) and a == b for a, b in zip(before, other, strict=True))
+    pairs = zip(before, other or (), strict=False)
+    same = all(a is b or isinstance(a, int | float | str) and a == b for a, b in pairs)
+    return other is not None and len(before) == len(other) and same

@@ -49,10 +49,8 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
             hint="use module-level functions (a lambda in a model cannot be pickled), or engine='threads'",
         ) from error
     if multiprocessing.current_process().daemon:  # Python forbids such a process to start others
-        raise AutoplanError(
-            "a daemonic process cannot start rank processes",
-            hint="plan in the main process or in a non-daemonic one, and pass the plan on",
-        )
+        hint = "plan in the main process or in a non-daemonic one, and pass the plan on"
+        raise AutoplanError("a daemonic process cannot start rank processes", hint=hint)
     context, places = process_context(), from_here()
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:
         processes, pipes = [], []
@@ -85,10 +83,8 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
         ready = wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
             missing = [rank for rank in range(len(pipes)) if rank not in results]
-            raise RankTimeout(
-                f"ranks {missing} of {len(pipes)} did not finish in {timeout:g} s",
-                hint="every rank must issue the same collectives in the same order",
-            )
+            hint = "every rank must issue the same collectives in the same order"
+            raise RankTimeout(f"ranks {missing} of {len(pipes)} did not finish in {timeout:g} s", hint=hint)
         failed: list[tuple[float, int, Any]] = []
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
@@ -189,18 +185,6 @@ def _unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), weights_only=False)
 
 
-def _taken_over(job: bytes) -> Any:
-    """Return the job; its classes are imported here, and importing runs the user's code."""
-    try:
-        return _unpacked(job)
-    except Exception as error:  # an import may raise anything
-        name = f" {error.name!r}" if isinstance(error, ImportError) and error.name else ""
-        raise RankNotStarted(
-            f"a rank's process cannot import{name}, which the model needs: {type(error).__name__}: {error}",
-            hint="make the module importable in a new process (add its folder to PYTHONPATH), or use engine='threads'",
-        ) from error
-
-
 def _sendable(error: BaseException) -> bytes | str:
     """Return the error itself if it survives pickling, else its text; torch's own and many users' errors do not."""
     text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
@@ -215,13 +199,19 @@ def _sendable(error: BaseException) -> bytes | str:
 def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) -> Any:
     import torch.distributed as dist
 
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    for loopback in [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout))
-    target, args = _taken_over(job)
+    try:
+        target, args = _unpacked(job)  # its classes are imported here, and importing runs the user's code
+    except Exception as error:  # an import may raise anything
+        name = f" {error.name!r}" if isinstance(error, ImportError) and error.name else ""
+        raise RankNotStarted(
+            f"a rank's process cannot import{name}, which the model needs: {type(error).__name__}: {error}",
+            hint="make the module importable in a new process (add its folder to PYTHONPATH), or use engine='threads'",
+        ) from error
     with on_reference_path():
         result = target(rank, *args)
     dist.barrier()  # no rank leaves while another still needs it

@@ -91,13 +91,9 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
             raise RankTimeout(f"{len(_unstoppable)} ranks of an earlier run still run", hint="start a new process")
         ranks: list[_Rank] = []
         state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        own_generators = generator_per_thread(lambda: _this.generator), host_generators(lambda: _this.host)
         with ExitStack() as stack:
-            for context in (
-                world_per_thread(),
-                one_compute_thread(),
-                generator_per_thread(lambda: _this.generator),
-                host_generators(lambda: _this.host),
-            ):
+            for context in (world_per_thread(), one_compute_thread(), *own_generators):
                 stack.enter_context(context)
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             stack.callback(setattr, warnings, "filters", warnings.filters)
@@ -116,9 +112,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
         failed = [(each.ended, place) for place, each in enumerate(ranks) if each.error is not None and not each.woken]
         if failed:  # the first of them is the cause
             number = min(failed)[1]
-            cause = ranks[number].error
-            assert cause is not None
-            raise RankError(number, len(ranks), cause) from cause
+            raise RankError(number, len(ranks), ranks[number].error or "") from ranks[number].error
         if late:
             raise RankTimeout(late, hint="every rank must issue the same collectives in the same order")
         assert all(rank.error is None for rank in ranks), "a rank was woken although none had failed"

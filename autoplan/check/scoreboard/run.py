@@ -71,7 +71,7 @@ def scoreboard(
     if checkpointing and checkpointing not in MODES:
         raise AutoplanError(f"checkpointing={checkpointing!r}", hint=f"choose one of {', '.join(MODES)}")
     sizes = parse_mesh(mesh) if mesh else None
-    if sizes is not None and (sizes.tp_size, sizes.ep_size, sizes.cp_size) != (tp_size, 1, cp_size):
+    if sizes is not None and tuple(map(sizes.size, ("tp", "ep", "cp"))) != (tp_size, 1, cp_size):
         raise AutoplanError(f"mesh {mesh!r} does not have tp={tp_size}", hint=f"write dp=2,tp={tp_size}, or change tp")
     wanted = _chosen(mapping, only)
     how = How(
@@ -92,12 +92,10 @@ def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
 
     pairs = architectures(mapping)
     types = [model_type for model_type, _ in pairs]
-    for name in only:
-        if name not in types:
-            close = ", ".join(nearest(name, types))
-            raise AutoplanError(
-                f"mapping {mapping!r} has no model type {name!r}", hint=f"types like it: {close}" if close else ""
-            )
+    for name in (name for name in only if name not in types):
+        close = ", ".join(nearest(name, types))
+        hint = f"types like it: {close}" if close else ""
+        raise AutoplanError(f"mapping {mapping!r} has no model type {name!r}", hint=hint)
     return [(model_type, name) for model_type, name in pairs if not only or model_type in only]
 
 

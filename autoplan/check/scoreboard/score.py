@@ -28,7 +28,6 @@ from autoplan.values import (
     CallRewrite,
     Capabilities,
     Collective,
-    Finding,
     Move,
     Plan,
     Report,
@@ -93,6 +92,7 @@ def score_clone(
 
     `one_stack`: of several stacks of blocks one is sharded along its sequence, as `plan` does where all of them fail.
     """
+    from autoplan.check.verify.mesh_training import check_training
     from autoplan.check.verify.verify import verify_clone
     from autoplan.common.options import Wish
     from autoplan.decide.plan.planner import make_plan
@@ -130,8 +130,11 @@ def score_clone(
     try:
         tested = replace(clone, feeds=runs) if runs else clone
         report = verify_clone(tested, plan, engine=how.engine, checks=how.checks, checkpointing=how.checkpointing)
-        if how.mesh and report.ok:
-            report = _trained(report, tested, plan, how)
+        if how.mesh and report.ok:  # train on the mesh, with and without checkpointing
+            mesh = parse_mesh(how.mesh)
+            trained, _ = check_training(tested.model, tested.feeds, tested.others, plan, mesh, engine=how.engine)
+            ok = not any(finding.level == "error" for finding in trained)
+            report = replace(report, ok=ok, findings=(*report.findings, *trained))
     except AutoplanError as error:  # even the unsharded model fails the checks
         return replace(scored, reason=_error_text(error))
     verdict, reason = verdict_of(report)
@@ -153,35 +156,21 @@ def score_clone(
     )
 
 
-def _trained(report: Report, clone: Clone, plan: Plan, how: How) -> Report:
-    """Return the report with the findings of training on a mesh, with and without checkpointing."""
-    from autoplan.check.verify.mesh_training import check_training
-
-    findings, _ = check_training(clone.model, clone.feeds, clone.others, plan, parse_mesh(how.mesh), engine=how.engine)
-    ok = not any(finding.level == "error" for finding in findings)
-    return replace(report, ok=ok, findings=(*report.findings, *findings))
-
-
 def verdict_of(report: Report) -> tuple[Verdict, str]:
     """Return one word for a report, and what to know about it."""
     errors = [finding for finding in report.findings if finding.level == "error"]
-    raised = [finding for finding in errors if not finding.where]  # numbers that differ have a tensor's name
-    if raised:
-        return "failed", _text(raised[0])
+    for raised in (finding for finding in errors if not finding.where):  # numbers that differ have a tensor's name
+        return "failed", f"{raised.check}: {raised.message}"
     if errors:
         worst = max(errors, key=lambda finding: report.gradients.get(finding.where, math.inf))
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        return "wrong", _text(worst) + more
+        return "wrong", f"{worst.check}: {worst.where} {worst.message}{more}"
     unclear = [finding for finding in report.findings if finding.kind == "not-comparable"]
     if unclear:
         return "not comparable", f"{len(unclear)} tensors of the unsharded model are NaN, first {unclear[0].where}"
     if report.forward is None or not report.gradients:
         return "not comparable", "the model returned nothing that has a gradient"
     return "exact", ""
-
-
-def _text(finding: Finding) -> str:
-    return f"{finding.check}: {finding.where + ' ' if finding.where else ''}{finding.message}"
 
 
 def _error_text(error: Any) -> str:
@@ -251,8 +240,7 @@ def share_of(solution: Solution, plan: Plan) -> Share:
 
 def main_stack(stacks: Iterable[Stack]) -> Stack | None:
     """Return the decoder if there is one, else the longest stack."""
-    ordered = sorted(stacks, key=lambda stack: (stack.kind != "decoder", -len(stack.fqns)))
-    return ordered[0] if ordered else None
+    return min(stacks, key=lambda stack: (stack.kind != "decoder", -len(stack.fqns)), default=None)
 
 
 def reductions_per_block(plan: Plan) -> tuple[float | None, float | None]:

@@ -34,16 +34,8 @@ from autoplan.check.verify.subject import (
 from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
 from autoplan.common.torch_internals import DROPOUTS
-from autoplan.hf.driving import (
-    attention_switched,
-    decoded,
-    generative_feed,
-    has_attentions,
-    no_attentions,
-    no_cache,
-    no_targets,
-    other_attention,
-)
+from autoplan.hf.driving import attention_switched, decoded, generative_feed, has_attentions, lacks, other_attention
+from autoplan.hf.names import ATTENTION, CACHE, TARGETS
 
 NOISE = Group("drawn at random")  # its presence says that training draws random numbers
 _RAISED = 0.2  # rate of dropout
@@ -269,10 +261,10 @@ def _each(subject: Subject, feeds: Any, *, backward: bool = True) -> Observation
         if backward:
             seen = subject.forward_and_backward(inputs)
             observed[Group(f"{feed} gradient", gradient=True)] = seen["gradients"]
-            observed[Group(f"{feed} output", output=True)] = seen["outputs"]
         else:
             with torch.no_grad():
-                observed[Group(f"{feed} output", output=True)] = tensors_in(subject.forward(inputs))
+                seen = {"outputs": tensors_in(subject.forward(inputs))}
+        observed[Group(f"{feed} output", output=True)] = seen["outputs"]
     return observed
 
 
@@ -281,11 +273,6 @@ def _same(first: Observation, other: Observation) -> bool:
 
 
 # Whether checks apply
-
-
-def _no_inputs(subject: Subject) -> str:
-    asked = any(may_ask(subject, given) for given in subject.feeds.values())
-    return "" if asked else "all gradients of inputs are checked with the others"
 
 
 def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
@@ -304,18 +291,22 @@ def _without(what: str, has: Callable[[Subject], Any]) -> Callable[[Subject], st
     return lambda subject: "" if has(subject) else what
 
 
+_no_inputs = _without(
+    "all gradients of inputs are checked with the others",
+    lambda subject: any(may_ask(subject, given) for given in subject.feeds.values()),
+)
 _no_second_shape = _without("no inputs of another batch and length", lambda subject: subject.others)
 _no_other_dims = _without("no inputs with another number of dims", lambda subject: subject.other_dims)
 _no_dropout = _without("the model has no adjustable dropout", lambda subject: _rates(subject.model))
-
-
-def _no_labels(subject: Subject) -> str:
-    return "" if subject.labels else no_targets(subject.model)
+_sparse = _without(
+    "its tables have sparse gradients, which AdamW does not support",
+    lambda subject: not any(getattr(module, "sparse", False) is True for module in subject.model.modules()),
+)
 
 
 def _one_attention(subject: Subject) -> str:
     if not has_attentions(subject.model):
-        return no_attentions(subject.model)
+        return lacks(subject.model, ATTENTION)
     try:
         with attention_switched(subject.model):
             _each(subject, subject.feeds, backward=False)
@@ -327,7 +318,7 @@ def _one_attention(subject: Subject) -> str:
 
 def _no_cache(subject: Subject) -> str:
     if not generative_feed(subject.signature, subject.feeds)[0]:
-        return no_cache(subject.model)
+        return lacks(subject.model, CACHE)
     try:
         cache(subject)
     except (AttributeError, ValueError, RuntimeError, TypeError, IndexError, NotImplementedError) as error:
@@ -352,11 +343,6 @@ def _trains_alike(subject: Subject) -> str:
     return SAME if len(runs[0]) == len(runs[1]) and all(map(torch.equal, *runs)) else ""
 
 
-def _sparse(subject: Subject) -> str:
-    tables = (module for module in subject.model.modules() if getattr(module, "sparse", False) is True)
-    return "its tables have sparse gradients, which AdamW does not support" if next(tables, None) is not None else ""
-
-
 # The state dict comes early: a forward may write into weights, and only ranks go on with what it wrote. Later checks
 # run on the state that was loaded back.
 CHECKS = (
@@ -365,19 +351,13 @@ CHECKS = (
     Check("forward", "outputs and every gradient, in eval mode", forward),
     Check("inputs", "gradients of float inputs that require none", inputs, _no_inputs, if_it_runs=True, apart=True),
     Check("second_shape", "the same at another batch size and length", second_shape, _no_second_shape),
-    Check(
-        "other_dims",
-        "the same with one dim more or less, if it runs",
-        other_dims,
-        _no_other_dims,
-        if_it_runs=True,
-        apart=True,
-        may_fail=True,
-    ),
+    Check("other_dims", "the same with one dim more or less, if it runs", other_dims, _no_other_dims,
+          if_it_runs=True, apart=True, may_fail=True),
     Check("training", "training mode without dropout, buffers afterwards", training, _trains_alike, if_it_runs=True),
-    Check("loss", "the loss that the model computes from labels, and its gradients", loss, _no_labels),
+    Check("loss", "the loss that the model computes from labels, and its gradients", loss,
+          lambda subject: "" if subject.labels else lacks(subject.model, TARGETS)),
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
     Check("cache", "decoding token by token with a cache", cache, _no_cache),
     Check("dropout", "training mode with dropout and a seed per rank", dropout, _no_dropout, if_it_runs=True),
     Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer, _sparse),
-)
+)  # fmt: skip

@@ -157,7 +157,7 @@ def _cropped(x: torch.Tensor, long: int, short: int) -> torch.Tensor:
 
 def _traced(source: Any, model: Any, feeds: Mapping[str, Any]) -> bool:
     """Return whether all its paths can be traced unchanged, without lifting anything to double precision."""
-    if _calls(_made(source, model, 2, 10)) < len(calls_the_model(feeds)):
+    if len(calls_the_model(_made(source, model, 2, 10).feeds)) < len(calls_the_model(feeds)):
         return False
     try:
         capture_any(copied(model), dict(feeds))
@@ -206,17 +206,14 @@ def feeds_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, A
     if example.notes:
         probe = copied(model)
         cast_numbers(probe, torch.float32)
-        example = max(example, _made(source, probe, batch, length), key=_calls)
+        other = _made(source, probe, batch, length)
+        example = max(example, other, key=lambda made: len(calls_the_model(made.feeds)))
     return inputs_in(working_dtype(model), example.feeds)
 
 
 def _made(source: Any, model: Any, batch: int, length: int) -> Any:
     how: Any = {"inputs": source.inputs, "recipe": source.recipe, "batch": batch, "length": length}
     return make_inputs(model, model_type=source.model_type, **how)
-
-
-def _calls(example: Any) -> int:
-    return len(calls_the_model(example.feeds))
 
 
 # Sizes at which a tiny clone is tried: those of the plan, or others with as much on each rank.
@@ -297,10 +294,9 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
     same.
     """
     few = (source, sizes.at(min(sizes.ranks, 2)))
-    # the parameters of a model that is its own clone; 0 if it is none
     module = source.given
     itself = module is not None and (is_small_and_real(module) or source.own_clone)
-    if numbers := (sum(parameter.numel() for parameter in module.parameters()) if module is not None and itself else 0):
+    if numbers := sum(p.numel() for p in module.parameters()) if module is not None and itself else 0:
         fits = 2 < sizes.ranks <= _MOST and numbers * sizes.ranks <= _LARGEST
         return ((source, sizes), few) if fits else (few,)
     single = source.leaves_single_units(sizes.ranks)
@@ -309,8 +305,6 @@ def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tup
         return (few,)
     return (replace(source, ranks=(sizes.ranks, ranks)), sizes.at(ranks)), few
 
-
-# A mesh to simulate, as text
 
 NAMES = ("dp", "dp_shard", "fsdp", "dp_shard_cp", "dp_replicate", "tp", "ep", "cp")
 
@@ -337,24 +331,19 @@ class MeshSizes:
         return math.prod(self.sizes)
 
     @property
-    def tp_size(self) -> int:
-        return dict(zip(self.names, self.sizes, strict=True)).get("tp", 1)
+    def dims(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
 
-    @property
-    def ep_size(self) -> int:
-        return dict(zip(self.names, self.sizes, strict=True)).get("ep", 1)
-
-    @property
-    def cp_size(self) -> int:
-        return dict(zip(self.names, self.sizes, strict=True)).get("cp", 1)
+    def size(self, name: str) -> int:
+        return self.dims.get(name, 1)
 
     @property
     def split_size(self) -> int:
         """The number of ranks that share one batch."""
-        return self.tp_size * self.ep_size * self.cp_size
+        return self.size("tp") * self.size("ep") * self.size("cp")
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+        return ",".join(f"{name}={size}" for name, size in self.dims.items())
 
 
 def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
@@ -373,10 +362,8 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
         if name not in NAMES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise AutoplanError(f"mesh {text!r}: {name}={size}", hint=f"sizes from 1, for {', '.join(NAMES)}")
     if pairs.get("tp", 1) > 1 and pairs.get("ep", 1) > 1:
-        raise AutoplanError(
-            f"mesh {text!r} has tp and ep: experts use the tp ranks, or a dim of their own",
-            hint="omit ep and pass ep_size, or omit tp",
-        )
+        hint = "omit ep and pass ep_size, or omit tp"
+        raise AutoplanError(f"mesh {text!r} has tp and ep: experts use the tp ranks, or a dim of their own", hint=hint)
     check_context_size(pairs.get("cp", 1), pairs.get("tp", 1), pairs.get("ep", 1))
     order = sorted(pairs, key=lambda name: (name in ("tp", "ep"), name == "cp", name != "dp_replicate"))
     return MeshSizes(tuple(order), tuple(pairs[name] for name in order))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,11 +23,7 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.common.patterns import matches
 from autoplan.execute.hooks.sequence import deals_out, is_shard
 from autoplan.execute.tensor_parallel import applied
-from autoplan.values import (
-    Collective,
-    Finding,
-    Traffic,
-)
+from autoplan.values import Collective, Finding, Traffic
 
 Tensors = Mapping[str, torch.Tensor]
 FLOOR = 1e-4
@@ -43,8 +39,6 @@ class Tolerance:
 
 DOUBLE = Tolerance(1e-5, "float64")
 SINGLE = Tolerance(2e-3, "float32")
-
-
 _IN_HALF = {
     torch.bfloat16: Tolerance(6e-2, "bfloat16"),  # rounding hides small mistakes, but no missing sum
     torch.float16: Tolerance(1e-2, "float16"),
@@ -95,14 +89,18 @@ def compare(
     errors: dict[str, float] = {}
     for name in sorted({*want, *(name for rank in ranks for name in rank)}):
         if name in want and want[name].numel() and bool(torch.isnan(want[name]).all()):
-            findings.append(_not_comparable(check, what, name))
+            text = f"not comparable: the unsharded model's {what} is NaN everywhere"
+            hint = "pass inputs on which the unsharded model is finite"
+            findings.append(Finding(check, "warn", name, text, hint, kind="not-comparable"))
             continue
         pairs = [(rank.get(name), want.get(name)) for rank in ranks]
         errors_by_rank = [_error(got, wanted, largest, missing_is_zero) for got, wanted in pairs]
-        worst = max((error, number) for number, error in enumerate(errors_by_rank))
-        errors[name] = worst[0]
-        if not worst[0] <= tolerance.limit:
-            text = _wrong(worst, [rank.get(name) for rank in ranks], want.get(name), tolerance)
+        errors[name], number = max((error, number) for number, error in enumerate(errors_by_rank))
+        if not errors[name] <= tolerance.limit:
+            size = f"is off by {errors[name]:.2g}" if math.isfinite(errors[name]) else "cannot be right"
+            got = [rank.get(name) for rank in ranks]
+            agree = "" if all(_error(x, got[0], 0.0, False) <= 1e-9 for x in got) else "; ranks disagree"
+            text = f"{size} on rank {number}{_shapes(*pairs[number])}{agree} (allowed {tolerance.limit:g})"
             findings.append(Finding(check, "error", name, f"{what} {text}"))
     return findings, errors
 
@@ -131,40 +129,12 @@ def largest_of(tensor: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _not_comparable(check: str, what: str, name: str) -> Finding:
-    return Finding(
-        check,
-        "warn",
-        name,
-        f"not comparable: the unsharded model's {what} is NaN everywhere",
-        hint="pass inputs on which the unsharded model is finite",
-        kind="not-comparable",
-    )
-
-
-def _wrong(
-    worst: tuple[float, int], got: Sequence[torch.Tensor | None], want: torch.Tensor | None, tolerance: Tolerance
-) -> str:
-    error, number = worst
-    size = f"is off by {error:.2g}" if math.isfinite(error) else "cannot be right"
-    agree = "" if _alike(got) else "; ranks disagree"
-    return f"{size} on rank {number}{_shapes(got[number], want)}{agree} (allowed {tolerance.limit:g})"
-
-
 def _shapes(got: torch.Tensor | None, want: torch.Tensor | None) -> str:
     if got is None:
         return ", which has none"
     if want is None:
         return ", the unsharded model has none"
     return "" if got.shape == want.shape else f", shape {list(got.shape)} instead of {list(want.shape)}"
-
-
-def _alike(tensors: Sequence[torch.Tensor | None]) -> bool:
-    first = tensors[0]
-    return all(
-        (a is None and first is None) or (a is not None and first is not None and error_of(a, first, 0.0) <= 1e-9)
-        for a in tensors
-    )
 
 
 # Measure what blocks move between simulated ranks, collective by collective, forward and backward.
@@ -237,35 +207,26 @@ class _Recorder:
     @contextmanager
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
         """Record which block is running, and which nodes it creates, while the model runs."""
-        handles = []
-        for name, module in blocks.items():
-            handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leaving(name)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in blocks.items():
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.block = name
-            self.found.setdefault(name, {"forward": {}, "backward": {}})
-            self.tokens.setdefault(name, _tokens((args, kwargs), self.ranks))
-            self.seen.update(self._new_nodes((args, kwargs)))
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.block = name
+        self.found.setdefault(name, {"forward": {}, "backward": {}})
+        self.tokens.setdefault(name, _tokens((args, kwargs), self.ranks))
+        self.seen.update(self._new_nodes((args, kwargs)))
 
-        return enter
-
-    def _leaving(self, name: str) -> Any:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.block = ""
-            nodes = self._new_nodes(output)
-            for node in nodes:
-                if isinstance(node, torch.autograd.function.BackwardCFunction):
-                    self._claim(node, name, nodes)
-            self.seen.update(nodes)
-
-        return leave
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.block = ""
+        nodes = self._new_nodes(output)
+        for node in nodes:
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                self._claim(node, name, nodes)
+        self.seen.update(nodes)
 
     def _claim(self, node: Any, name: str, nodes: set[Any]) -> None:
         """Count what the node's backward does as the block's."""
@@ -292,11 +253,9 @@ def _is_parameters(node: Any, nodes: set[Any]) -> bool:
     """Return whether the node's gradient reaches a parameter and nothing else, through nodes of the block alone."""
     for _ in range(_CHAIN):
         above = [other for other, _ in node.next_functions if other is not None]
-        if len(above) != 1:
+        if len(above) == 1 and type(above[0]).__name__ == "AccumulateGrad":
+            return True
+        if len(above) != 1 or above[0] not in nodes:
             return False
         node = above[0]
-        if type(node).__name__ == "AccumulateGrad":
-            return True
-        if node not in nodes:
-            return False
     return False

@@ -43,17 +43,21 @@ def capabilities_of(
     """Return the capabilities to try, in order: the own of a plan of this model; without a plan the safest is last."""
     if plan is not None:
         scoped = bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary)
-        one_stack = plan.cp_size > 1 and _cuts_one_stack(plan)
+        # Of several stacks of blocks, is one sharded along its sequence?
+        at = {instruction.pattern for instruction in plan.runtime.of(SequenceBoundary)}
+        blocks = [{starred(name) for name in stack.fqns} for stack in plan.layers]
+        cut = [any(is_under(block, pattern) for block in own for pattern in at) for own in blocks]
+        one_stack = plan.cp_size > 1 and cut.count(True) == 1 < len(cut)
         gathered = gathered_in(plan, source.module())
         return (Capabilities(scoped, plan.sequence_parallel, one_stack=one_stack, gathered=gathered),)
     if sizes.cp > 1 and gathered is None:
         with suppress(IndivisibleError):
             gathered = gathered_in(draft_plan(source, sizes.wish()).plan, source.module())
-    cut = Capabilities(True, True, gathered=gathered)
-    outer = (*([cut] if sequence_parallel else []), Capabilities(True), Capabilities(False))
+    along = Capabilities(True, True, gathered=gathered)
+    outer = (*([along] if sequence_parallel else []), Capabilities(True), Capabilities(False))
     if sizes.cp > 1:
-        picking = replace(cut, gathered=(*(gathered or ()), PICKING))
-        outer = (cut, picking, replace(cut, one_stack=True), replace(cut, scoped=False))
+        picking = replace(along, gathered=(*(gathered or ()), PICKING))
+        outer = (along, picking, replace(along, one_stack=True), replace(along, scoped=False))
     inside = (replace(capabilities, experts=False) for capabilities in outer if sizes.ep > 1 and sizes.tp > 1)
     return (*outer, *inside)
 
@@ -62,23 +66,10 @@ def gathered_in(plan: Plan, model: nn.Module) -> tuple[HookKind, ...] | None:
     """Return where a plan over cp gathers the stream or reduce-scatters a sum, which depends on the model's sizes."""
     if plan.cp_size == 1:
         return None
-    moved = [
-        (instruction.pattern, instruction.side)
-        for instruction in plan.runtime.of(SequenceBoundary)
-        if isinstance(instruction, AllGatherSequence | AllGatherSequenceSumGradient | ReduceScatterSequence)
-    ]
+    kinds = AllGatherSequence | AllGatherSequenceSumGradient | ReduceScatterSequence
+    moved = [instruction for instruction in plan.runtime.of(SequenceBoundary) if isinstance(instruction, kinds)]
     alike = like_modules({name: type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)})
-    points = {(alike[name], side) for pattern, side in moved for name in matched_by(pattern, alike.keys())}
-    return tuple(sorted(points))
-
-
-def _cuts_one_stack(plan: Plan) -> bool:
-    """Return whether of several stacks of blocks one is sharded along its sequence."""
-    at = {instruction.pattern for instruction in plan.runtime.of(SequenceBoundary)}
-    cut = [
-        any(is_under(block, pattern) for block in map(starred, stack.fqns) for pattern in at) for stack in plan.layers
-    ]
-    return cut.count(True) == 1 < len(cut)
+    return tuple(sorted({(alike[name], at.side) for at in moved for name in matched_by(at.pattern, alike.keys())}))
 
 
 def plan_for(
@@ -128,11 +119,9 @@ def _correspondence(plan: Plan, derived: Plan, model: Any) -> list[Finding]:
         if module is None:
             continue  # a block that the clone is not deep enough for
         other = best_match(derived.entries, module)
-        theirs = "whole" if other is None else f"{other.style} ({other.role})"
-        if other is None or (other.style, other.role) != (entry.style, entry.role):
-            message = (
-                f"{entry.style} ({entry.role}) in the plan for tp={plan.tp_size}, but {theirs} in the "
-                f"clone's plan for tp={derived.tp_size}: the proof does not cover it"
-            )
-            findings.append(Finding("plan", "warn", entry.pattern, message))
+        ours, theirs = ("whole" if e is None else f"{e.style} ({e.role})" for e in (entry, other))
+        if ours != theirs:
+            text = f"{ours} in the plan for tp={plan.tp_size}, but {theirs} in the clone's plan for "
+            text += f"tp={derived.tp_size}: the proof does not cover it"
+            findings.append(Finding("plan", "warn", entry.pattern, text))
     return findings

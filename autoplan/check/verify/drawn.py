@@ -56,8 +56,10 @@ class Draws(_AtDraws):
         self.found: list[tuple[str, int, int, torch.Tensor]] = []
 
     def drew(self, name: str, before: random_streams.Generators, arguments: dict[str, Any], result: Any) -> None:
-        drawn = _numbers(result)
-        if drawn is not None:
+        # Of several results the last, which is a dropout's mask
+        results = result if isinstance(result, tuple | list) else [result]
+        drawn = next((t for t in reversed(results) if isinstance(t, torch.Tensor)), None)
+        if drawn is not None and not drawn.is_complex():
             with outside_of_modes():
                 first = drawn.detach().flatten()[:_MOST].to(torch.float64, copy=True)
             self.found.append((name.strip("_"), random_streams.number_of(before), drawn.numel(), first))
@@ -66,12 +68,6 @@ class Draws(_AtDraws):
         """Yield each draw as a named tensor: generator state and count, then the numbers."""
         for number, (name, place, count, first) in enumerate(self.found):
             yield f"{number} {name}", torch.cat([torch.tensor([place, count], dtype=torch.float64), first.cpu()])
-
-
-def _numbers(result: Any) -> torch.Tensor | None:
-    """Return the drawn tensor: of several results the last, which is a dropout's mask."""
-    drawn = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, torch.Tensor)]
-    return drawn[-1] if drawn and not drawn[-1].is_complex() else None
 
 
 # The laws
@@ -124,11 +120,9 @@ def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, tor
 def _sites(alone: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     """Return the names of the draws at each place, one for each run."""
     sites: dict[str, list[str]] = {}
-    each = len(alone) // RUNS
-    for at, name in enumerate(alone):
-        if len(alone) == each * RUNS:
-            number, _, op = name.partition(" ")
-            sites.setdefault(f"{at % each} {op}", []).append(name)
+    each, rest = divmod(len(alone), RUNS)
+    for at, name in enumerate(alone) if not rest else ():
+        sites.setdefault(f"{at % each} {name.partition(' ')[2]}", []).append(name)
     return sites
 
 

@@ -41,6 +41,7 @@ from autoplan.patches.kernels import on_reference_path
 from autoplan.values import Finding, Plan
 
 STEPS, SAVED_AFTER = 3, 2
+_SAVED = ("model", "optimizer")  # parts of a checkpoint
 _LOSS, _NORM, _FIRST = Group("loss"), Group("norm"), Group("first gradient", gradient=True)
 _AFTER, _RESUMED = Group("parameter after three steps"), Group("resumed parameter")
 KINDS = {"": False, " with checkpointing": True}  # suffix of a check's name -> activation checkpointing
@@ -130,12 +131,8 @@ def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tup
 
 def _mean_loss(subject: Subject, batches: Sequence[Inputs]) -> torch.Tensor:
     """Return the average loss over batches; equal batches are run once."""
-    total: torch.Tensor | float = 0.0
-    for batch in {id(b): b for b in batches}.values():
-        share = sum(other is batch for other in batches) / len(batches)
-        total = total + share * _loss(subject, batch)
-    assert isinstance(total, torch.Tensor)
-    return total
+    shares = {id(b): (b, sum(other is b for other in batches) / len(batches)) for b in batches}
+    return torch.stack([share * _loss(subject, batch) for batch, share in shares.values()]).sum()
 
 
 def _loss(subject: Subject, batch: Inputs) -> torch.Tensor:
@@ -174,12 +171,15 @@ def _on_rank(rank: int, job: _Job) -> Observation:
     seen: Observation = {_LOSS: {}, _NORM: {}}
     for step in range(STEPS):
         if step == SAVED_AFTER:
-            _save(subject.model, optimizer, job.folder)
+            dcp.save(dict(zip(_SAVED, get_state_dict(subject.model, optimizer), strict=True)), checkpoint_id=job.folder)
         _step(subject, optimizer, batch, job, mesh, step, seen)
     seen[_AFTER] = subject.parameters()
     assert job.other is not None
     subject, optimizer = _sharded(job.other, job, mesh)
-    _load(subject.model, optimizer, job.folder)
+    both = dict(zip(_SAVED, get_state_dict(subject.model, optimizer), strict=True))
+    # parameters that no batch uses have no state in the checkpoint
+    dcp.load(both, checkpoint_id=job.folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_state_dict(subject.model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
     _step(subject, optimizer, batch, job, mesh, STEPS, {_LOSS: {}, _NORM: {}})
     seen[_RESUMED] = subject.parameters()
     return seen
@@ -200,16 +200,3 @@ def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any,
     seen[_NORM][f"step {step}"] = clip_gradients(subject.model, job.max_norm)
     seen[_LOSS][f"step {step}"] = all_reduce_over(loss.detach(), mesh) / mesh.size()  # equal within a tp group
     optimizer.step()
-
-
-def _save(model: nn.Module, optimizer: Any, folder: str) -> None:
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-
-
-def _load(model: nn.Module, optimizer: Any, folder: str) -> None:
-    weights, states = get_state_dict(model, optimizer)
-    both = {"model": weights, "optimizer": states}
-    # parameters that no batch uses have no state in the checkpoint
-    dcp.load(both, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-    set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])

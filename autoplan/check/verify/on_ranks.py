@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,12 @@ def observe_all(job: Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[li
                 budget.check("on simulated ranks")
             cause = getattr(error, "cause", error)
             failed = cause.check if isinstance(cause, CheckFailed) else ""
-            text = str(cause) if isinstance(cause, CheckFailed) else str(error)
-            if failed in job.checks and next(check for check in CHECKS if check.name == failed).may_fail:
-                job = replace(job, checks=tuple(name for name in job.checks if name != failed))
-                continue
-            variant = failed in _VARIANTS and isinstance(cause, CheckFailed) and cause.refused
-            findings.append(Finding(failed or "sharding", "warn" if variant else "error", "", text))
-            if failed not in job.checks or failed in ("parameters", "forward"):
-                return [], findings  # if these fail, the others would only repeat it
+            if not any(check.may_fail for check in CHECKS if check.name == failed):
+                text = str(cause) if isinstance(cause, CheckFailed) else str(error)
+                variant = failed in _VARIANTS and isinstance(cause, CheckFailed) and cause.refused
+                findings.append(Finding(failed or "sharding", "warn" if variant else "error", "", text))
+                if failed not in job.checks or failed in ("parameters", "forward"):
+                    return [], findings  # if these fail, the others would only repeat it
             job = replace(job, checks=tuple(name for name in job.checks if name != failed))
     return [], findings
 
@@ -173,22 +172,15 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
                 text = f"the sharded model fails: {said(error)}"
                 raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
-                collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
+                # What each block moves can be seen only on threads with a single tp group
+                seeable = job.sharding.blocks and is_simulated() and len(job.dims) == 1
+                blocks = measured_traffic(subject, job.sharding.blocks) if seeable else {}
+                try:
+                    noted = job.sharding.noted(subject.model) if job.sharding.noted else None
+                except AutoplanError as error:
+                    raise CheckFailed("forward", error.message) from error
+                collectives = {**subject.collectives, "blocks": blocks, "noted": noted}
     return seen, {**collectives, "ways": ways.ways, "ways_apart": {name: one.ways for name, one in apart.items()}}
-
-
-def _noted(job: Job, subject: Any) -> Any:
-    try:
-        return job.sharding.noted(subject.model) if job.sharding.noted else None
-    except AutoplanError as error:
-        raise CheckFailed("forward", error.message) from error
-
-
-def _measured(job: Job, subject: Any) -> dict[str, Any]:
-    """Return what each block moves, which can be seen only on threads with a single tp group."""
-    if not job.sharding.blocks or not is_simulated() or len(job.dims) > 1:
-        return {}
-    return measured_traffic(subject, job.sharding.blocks)
 
 
 def said(error: Exception) -> str:
@@ -255,9 +247,8 @@ def recomputed(model: Any, stacks: tuple[Stack, ...]) -> tuple[int, int]:
     for name in blocks:
         inside = [runs[id(part)] for part in modules[name].modules() if id(part) in runs]
         if not inside:
-            raise AutoplanError(
-                f"{name} was not checkpointed", hint="autoplan.applied(model).notes says what was left out"
-            )
+            hint = "autoplan.applied(model).notes says what was left out"
+            raise AutoplanError(f"{name} was not checkpointed", hint=hint)
         for part, run in inside:
             if run.again > run.kept:
                 raise AutoplanError(f"{part} was called {run.kept} times but recomputed {run.again} times")
@@ -307,20 +298,17 @@ def wrong_cuts(groups: Sequence[Group], is_wrong: Callable[[Group], bool], trial
 
     All of them together are known to be wrong. When trials run out, every module that is not cleared is replicated.
     """
-    return tuple(dict.fromkeys(name for group in _Search(is_wrong, trials).among(groups) for name in group))
+    left = trials
 
-
-class _Search:
-    def __init__(self, is_wrong: Callable[[Group], bool], trials: int) -> None:
-        self._is_wrong, self._left = is_wrong, trials
-
-    def among(self, suspects: Sequence[Group]) -> Sequence[Group]:
+    def among(suspects: Sequence[Group]) -> Sequence[Group]:
         """Return those to blame among suspects that are wrong together."""
-        if len(suspects) < 2 or self._left < 2:
+        nonlocal left
+        if len(suspects) < 2 or left < 2:
             return suspects
         halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-        self._left -= 2
-        wrong = [half for half in halves if self._is_wrong(tuple(name for group in half for name in group))]
-        if not wrong:  # each half is right by itself
-            return halves[1]
-        return [group for half in wrong for group in self.among(half)]
+        left -= 2
+        wrong = [half for half in halves if is_wrong(tuple(chain(*half)))]
+        # where each half is right by itself, the second is to blame
+        return [group for half in wrong for group in among(half)] if wrong else halves[1]
+
+    return tuple(dict.fromkeys(chain(*among(groups))))

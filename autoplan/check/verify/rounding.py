@@ -12,7 +12,7 @@ An error is |got - truth| / |truth|, as norms of the layer's full output.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,11 +64,9 @@ def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str
     errors = layers[worst]
     numbers = f"{errors['sharded']:.1e} sharded, {errors['unsharded']:.1e} unsharded"
     if errors["sharded"] > _FAR * errors["unsharded"] + 1e-6:
-        return {
-            "verdict": "unclear",
-            "why": f"exact in float64, but in bfloat16 the error of {worst} is {ratios[worst]:.1f} times the unsharded "
-            f"model's ({numbers}); a choice such as a router's top-k may have flipped",
-        }
+        why = f"exact in float64, but in bfloat16 the error of {worst} is {ratios[worst]:.1f} times the unsharded "
+        why += f"model's ({numbers}); a choice such as a router's top-k may have flipped"
+        return {"verdict": "unclear", "why": why}
     return {"verdict": "rounding", "why": f"exact in float64; largest bfloat16 error ratio: {worst} ({numbers})"}
 
 
@@ -93,12 +91,9 @@ def _spread(job: _Job, engine: Engine, mesh: Any) -> dict[str, dict[str, float]]
         whole = _together([rank.get(name) for rank in ranks], right)
         if whole is None or name not in unsharded or not bool(torch.isfinite(right).all()):
             continue
-        errors = [_error(got, right) for got in whole]
-        spread[name] = {
-            "unsharded": _error(unsharded[name], right),
-            "sharded": max(errors),
-            "apart": max(_error(got, unsharded[name]) for got in whole),
-        }
+        sharded = max(_error(got, right) for got in whole)
+        apart = max(_error(got, unsharded[name]) for got in whole)
+        spread[name] = {"unsharded": _error(unsharded[name], right), "sharded": sharded, "apart": apart}
     return spread
 
 
@@ -163,12 +158,11 @@ def _watched(job: _Job, feed: str, seen: Outputs) -> Iterator[None]:
             seen[f"{feed}: {name}"] = first.detach().to("cpu", torch.float64)
 
     modules = dict(job.model.named_modules())
-    handles = [modules[name].register_forward_hook(partial(note, name)) for name in job.layers if name in modules]
-    try:
+    with ExitStack() as hooks:
+        for name in job.layers:
+            if name in modules:
+                hooks.enter_context(modules[name].register_forward_hook(partial(note, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _together(pieces: Sequence[torch.Tensor | None], right: torch.Tensor) -> list[torch.Tensor] | None:
@@ -178,10 +172,10 @@ def _together(pieces: Sequence[torch.Tensor | None], right: torch.Tensor) -> lis
         return None
     if outputs[0].shape == right.shape:
         return outputs
-    cut = [dim for dim in range(right.dim()) if outputs[0].shape[dim] != right.shape[dim]]
-    if len(cut) != 1:
+    dim, *more = (dim for dim in range(right.dim()) if outputs[0].shape[dim] != right.shape[dim])
+    if more:
         return None
-    whole = torch.cat(outputs, cut[0]).narrow(cut[0], 0, right.shape[cut[0]])
+    whole = torch.cat(outputs, dim).narrow(dim, 0, right.shape[dim])
     return [whole] if whole.shape == right.shape else None
 
 

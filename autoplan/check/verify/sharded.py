@@ -34,8 +34,6 @@ from autoplan.patches.kernels import on_reference_path
 from autoplan.values import Finding, Report
 
 CHECK_NAMES = tuple(check.name for check in CHECKS)
-
-
 LOSS_LIMIT = 1e-4  # models compute losses in float32, whatever their dtype
 ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: parameters must be DTensors, rows counted once"}
 _ASIDE = ("blocks", "noted", "ways", "ways_apart")  # observations of ranks besides collectives
@@ -61,8 +59,9 @@ def check_sharding(
     another number of dims, which may fail. `dims`: names and sizes of the mesh to simulate, if it has more than the one
     dim "tp".
     """
-
-    start, wanted = time.perf_counter(), _chosen(checks)
+    start, wanted = time.perf_counter(), CHECK_NAMES if checks is None else tuple(checks)
+    if unknown := [name for name in wanted if name not in CHECK_NAMES]:
+        raise AutoplanError(f"no such check: {', '.join(map(repr, unknown))}", hint=f"choose from {CHECK_NAMES}")
     with one_compute_thread(), on_reference_path():  # around backward, too: checkpointed blocks run again there
         subject = _prepared(model, feeds, others or {}, labelled="loss" in wanted)
         subject = replace(subject, summed=sharding.summed, other_dims=other_dims or {})
@@ -89,10 +88,9 @@ def check_sharding(
                         continue
                 findings += more
                 if check.name == "forward":
+                    outputs = _worst(of_group for group, of_group in errors.items() if group.output)
                     gradients = _worst(of_group for group, of_group in errors.items() if group.gradient)
-                    forward = max(
-                        _worst(of_group for group, of_group in errors.items() if group.output).values(), default=None
-                    )
+                    forward = max(outputs.values(), default=None)
     moved = ranks[0][1] if ranks else {}
     seen_by = [check for check in CHECKS if ranks and check.name in ranks[0][0]]
     done = tuple(check.name for check in seen_by if not (check.may_fail and check.name in failed))
@@ -152,18 +150,8 @@ def _changes_nothing(model: Any, reference: Mapping[str, Any]) -> bool:
     )
 
 
-def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
-    if checks is None:
-        return CHECK_NAMES
-    wanted = tuple(checks)
-    if unknown := [name for name in wanted if name not in CHECK_NAMES]:
-        raise AutoplanError(f"no such check: {', '.join(map(repr, unknown))}", hint=f"choose from {CHECK_NAMES}")
-    return wanted
-
-
 def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any], labelled: bool) -> Any:
     """Return the unsharded subject, in eval mode; `labelled`: with labels for the feeds that take them."""
-
     subject = Subject(copied(model).eval(), feeds, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
     if not (labelled and conventions().targets in subject.signature):
@@ -208,33 +196,25 @@ def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], d
             absent[check.name] = check.absent(subject)
             if absent[check.name]:
                 continue
+            fresh = copy_of(subject)
             try:
-                seen[check.name] = _run_unsharded(check, subject)
-            except CheckFailed as error:
+                with attentively(check, fresh.model):
+                    seen[check.name] = check.run(fresh)
+            except OutsideError:
+                raise
+            except CANNOT_RUN as error:
+                absent[check.name] = f"the unsharded model fails check {check.name!r}: {said(error)}"
                 if not check.if_it_runs:
-                    raise
-                absent[check.name] = error.message
+                    hint = "pass inputs= that it can run, or omit the check"
+                    raise CheckFailed(check.name, absent[check.name], hint) from error
     return seen, {name: reason for name, reason in absent.items() if reason}
-
-
-def _run_unsharded(check: Any, subject: Any) -> Any:
-    fresh = copy_of(subject)
-    try:
-        with attentively(check, fresh.model):
-            return check.run(fresh)
-    except OutsideError:
-        raise
-    except CANNOT_RUN as error:
-        text = f"the unsharded model fails check {check.name!r}: {said(error)}"
-        raise CheckFailed(check.name, text, "pass inputs= that it can run, or omit the check") from error
 
 
 def _worst(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the worst error of each name over some groups (one for each feed)."""
     worst: dict[str, float] = {}
-    for group_errors in errors:
-        for name, error in group_errors.items():
-            worst[name] = max(error, worst.get(name, 0.0))
+    for name, error in (pair for group_errors in errors for pair in group_errors.items()):
+        worst[name] = max(error, worst.get(name, 0.0))
     return worst
 
 
@@ -265,10 +245,8 @@ def tolerance_of(
     moved = max(_largest(judge(check, reference, [other], usual)[1]) for other in others)
     if error > _MARGIN * moved:
         return usual, []
-    text = (
-        f"off by {error:.1e}, but the unsharded model changes by {moved:.1e} when its weights change in the last "
-        f"bit: {_MARGIN:g} times that is allowed"
-    )
+    text = f"off by {error:.1e}, but the unsharded model changes by {moved:.1e} when its weights change in the last "
+    text += f"bit: {_MARGIN:g} times that is allowed"
     return replace(usual, limit=max(usual.limit, _MARGIN * moved)), [Finding(check.name, "note", "", text)]
 
 

@@ -194,15 +194,13 @@ def tensors_in(value: Any, path: str = "", *, integers: bool = False) -> dict[st
         return {path or "output": plain(value)} if counts else {}
     if integers and isinstance(value, int | float):
         return {path or "output": torch.tensor(float(value), dtype=torch.float64)}
-    items: Iterator[tuple[Any, Any]] = iter(())
-    if isinstance(value, Mapping):
-        items = iter(value.items())
-    elif isinstance(value, (list, tuple)):
-        items = iter(enumerate(value))
-    elif is_record(value):
-        items = iter(fields_of(value).items())
+    items: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
+    if isinstance(value, list | tuple):
+        items = dict(enumerate(value))
+    elif is_record(value) and not isinstance(value, Mapping):
+        items = fields_of(value)
     tensors: dict[str, torch.Tensor] = {}
-    for key, item in items:
+    for key, item in items.items():
         tensors.update(tensors_in(item, f"{path}.{key}" if path else str(key), integers=integers))
     return tensors
 

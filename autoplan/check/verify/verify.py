@@ -37,14 +37,7 @@ from autoplan.execute.tensor_parallel import check_names
 from autoplan.hf.source import resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.simulated_ranks import alone
-from autoplan.values import (
-    Capabilities,
-    Finding,
-    HookKind,
-    Plan,
-    Report,
-    SplitLogits,
-)
+from autoplan.values import Capabilities, Finding, HookKind, Plan, Report, SplitLogits
 
 # dropout differs between data-parallel ranks; the training checks step optimizers
 _NOT_ON_MESHES = ("training", "dropout", "optimizer")
@@ -83,20 +76,17 @@ def verify(
     live = mesh is not None and not isinstance(mesh, str | Mapping)
     with fail_together(_voters(mesh), "verify") if live else alone():
         # Check types before anything is built.
-        switches = {"sequence_parallel": sequence_parallel, "rounding": rounding}
         if plan is not None:
-            hint = "pass the result of autoplan.plan or autoplan.load_plan(path)"
-            check_argument("plan", plan, Plan, hint)
+            check_argument("plan", plan, Plan, "pass the result of autoplan.plan or autoplan.load_plan(path)")
         if mesh is not None:
             check_argument("mesh", mesh, (str, Mapping, DeviceMesh), 'pass a device mesh, or "dp=2,tp=2"')
         if checks is not None:
             check_argument("checks", checks, (list, tuple, set, frozenset), f"choose from {', '.join(CHECK_NAMES)}")
-        for name, value in switches.items():
+        for name, value in (("sequence_parallel", sequence_parallel), ("rounding", rounding)):
             check_argument(name, value, bool, "choose True or False")
         if tp_size is not None and isinstance(mesh, str | Mapping):
             named = parse_mesh(mesh)
-            split = dict(zip(named.names, named.sizes, strict=True)).get("tp", 1)
-            if split != tp_size:
+            if (split := named.size("tp")) != tp_size:
                 raise AutoplanError(f"the mesh {named} has tp {split}, tp_size is {tp_size}", hint="pass one of them")
         source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
         if plan is not None:
@@ -105,8 +95,7 @@ def verify(
         how["sequence_parallel"] = sequence_parallel
         if plan is None or tp_size is not None or mesh is not None:
             tp_size = (1 if cp_size > 1 else 2) if tp_size is None else tp_size
-            report = verify_source(source, plan, tp_size, ep_size=ep_size, cp_size=cp_size, **how)
-            return _without_ways(report)
+            return _without_ways(verify_source(source, plan, tp_size, ep_size=ep_size, cp_size=cp_size, **how))
         sizes = Sizes.of_plan(plan, ep_size)
         report, tried, _ = verify_tried(tried_sizes(source, sizes, own=True), plan, **how)
     report = _without_ways(report)
@@ -192,9 +181,9 @@ def verify_source(
             break
     assert report is not None and applied is not None
     if plan is None and _decisively_wrong(report) and not budget.spent:
-        capabilities, report, applied = _narrowed(
-            clone, source, applied, replace(capabilities, idle=idle), report, engine, checks, choices, how
-        )
+        capabilities = replace(capabilities, idle=idle)
+        run: Any = {**how, "engine": engine}
+        capabilities, report, applied = _narrowed(clone, source, applied, capabilities, report, checks, choices, run)
     details = {
         **report.details,
         "model": source.name,
@@ -206,9 +195,8 @@ def verify_source(
     if rounding:
         from autoplan.check.verify.rounding import measure_rounding
 
-        details["rounding"] = measure_rounding(
-            clone.model, clone.feeds, applied, exact=report.ok, engine=engine, mesh=mesh
-        )
+        asked: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
+        details["rounding"] = measure_rounding(clone.model, clone.feeds, applied, **asked)
     findings = [*report.findings, *findings, *whole_blocks(plan or applied)]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
@@ -246,23 +234,22 @@ def _verify_mesh(
     """Run the usual checks on a mesh of several dims, and train on it, with and without activation checkpointing."""
     from autoplan.check.verify.mesh_training import check_training
 
-    sizes = Sizes.of(mesh.tp_size, mesh.ep_size if mesh.ep_size > 1 else ep_size, plan, mesh.cp_size)
+    sizes = Sizes.of(mesh.size("tp"), mesh.size("ep") if mesh.size("ep") > 1 else ep_size, plan, mesh.size("cp"))
     clone = clone_for(source, sizes)
     left_out = _NOT_ON_MESHES if sizes.ranks > sizes.cp else (*_NOT_ON_MESHES, "state_dict")
     wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
-    dims = dict(zip(mesh.names, mesh.sizes, strict=True))
-    how: Any = {"others": clone.others, "engine": engine, "dims": dims}
+    how: Any = {"others": clone.others, "engine": engine, "dims": mesh.dims}
     for capabilities in capabilities_of(plan, source, sequence_parallel, sizes):
         applied, findings = Plan(source.name, 1, layers=layers(clone.model)), list[Finding]()
         if sizes.ranks > 1:
             applied, findings = plan_for(clone, source, plan, sizes, capabilities)
         report = check_sharding(clone.model, clone.feeds, sharding_of(applied), sizes.ranks, checks=wanted, **how)
-        if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
+        if not _decisively_wrong(report):
             break
     trained, done = check_training(clone.model, clone.feeds, clone.others, applied, mesh, engine=engine)
     findings = [*report.findings, *findings, *trained]
     details = {k: v for k, v in report.details.items() if k != "blocks"}
-    details |= {"ranks": str(sizes)} if mesh.cp_size > 1 else {"plan_tp": (plan or applied).tp_size}
+    details |= {"ranks": str(sizes)} if mesh.size("cp") > 1 else {"plan_tp": (plan or applied).tp_size}
     details |= {"mesh": str(mesh), "model": source.name}
     details |= {"checked": (*report.details["checked"], *done), "clone": clone.note}
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
@@ -325,7 +312,6 @@ def _narrowed(
     applied: Plan,
     capabilities: Capabilities,
     report: Report,
-    engine: Engine,
     checks: Iterable[str] | None,
     choices: ChosenCuts | None,
     how: Mapping[str, Any],
@@ -342,9 +328,6 @@ def _narrowed(
         except AutoplanError:  # nothing is left to split
             return None
 
-    def run(plan: Plan, which: Iterable[str] | None) -> Report:
-        return verify_clone(clone, plan, engine=engine, checks=which, **how)
-
     def still_cut(whole: str) -> set[str]:
         plan = planned((whole,))
         return set() if plan is None else {entry.pattern for entry in plan.entries}
@@ -352,14 +335,14 @@ def _narrowed(
     def is_wrong(cut: tuple[str, ...]) -> bool:
         how["budget"].check("while locating the error")
         plan = planned(tuple(name for name in modules if name not in cut))
-        return plan is not None and _decisively_wrong(run(plan, narrowing))
+        return plan is not None and _decisively_wrong(verify_clone(clone, plan, checks=narrowing, **how))
 
     try:
         whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
         narrower = planned(whole)
-        narrowed = run(narrower, checks) if narrower is not None else report
+        narrowed = verify_clone(clone, narrower, checks=checks, **how) if narrower is not None else report
         if capabilities.idle and _decisively_wrong(narrowed) and (narrower := planned(modules)) is not None:
-            whole, narrowed = modules, run(narrower, checks)
+            whole, narrowed = modules, verify_clone(clone, narrower, checks=checks, **how)
     except BudgetSpent as error:
         late = Finding("sharding", "note", "", error.message, error.hint)
         return capabilities, replace(report, findings=(*report.findings, late)), applied

@@ -119,25 +119,21 @@ def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bo
 def to_accelerate(plan: Plan, classes: Iterable[str]) -> dict[str, Any]:
     """Return accelerate's config for FSDP2. `classes` are those of the blocks."""
     names = _class_names(plan, classes)
-    return {
-        "distributed_type": "FSDP",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_transformer_layer_cls_to_wrap": ",".join(name.rpartition(".")[2] for name in names),
-            "fsdp_activation_checkpointing": False,
-            "fsdp_reshard_after_forward": True,
-        },
+    config = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": ",".join(name.rpartition(".")[2] for name in names),
+        "fsdp_activation_checkpointing": False,
+        "fsdp_reshard_after_forward": True,
     }
+    return {"distributed_type": "FSDP", "fsdp_config": config}
 
 
 def _class_names(plan: Plan, classes: Iterable[str]) -> list[str]:
     names = list(dict.fromkeys(classes))
     if not names:
-        raise ExportError(
-            f"{plan.model} has no repeated blocks, so there is nothing to make units of",
-            hint="name the modules to wrap yourself",
-        )
+        text = f"{plan.model} has no repeated blocks, so there is nothing to make units of"
+        raise ExportError(text, hint="name the modules to wrap yourself")
     return names
 
 
@@ -152,8 +148,11 @@ def needs_autoplan(plan: Plan) -> str:
     """Return why stock styles do not suffice, or an empty string."""
     if plan.sequence_parallel:
         return "sequence parallelism is applied to other modules than those that are sharded"
-    if elsewhere := _held_elsewhere(plan):
-        return f"{elsewhere} is tied to a planned parameter, and stock styles would untie them"
+    # A split parameter that no entry has is another name of a tied one
+    planned = {f"{e.pattern}.{name}" for e in plan.entries for name in e.parameters} | {e.pattern for e in plan.entries}
+    for split in (rule.pattern for rule in plan.runtime.parameters if rule.dim is not None):
+        if not any(matches(pattern, split) for pattern in planned):
+            return f"{split} is tied to a planned parameter, and stock styles would untie them"
     for part in parts_of(plan):
         for entry in part.entries:
             if entry.style not in _STOCK:
@@ -163,25 +162,13 @@ def needs_autoplan(plan: Plan) -> str:
     return ""
 
 
-def _held_elsewhere(plan: Plan) -> str:
-    """Return a split parameter that no entry has, another name of a tied one; "" if there is none."""
-    entry_names = {f"{entry.pattern}.{name}" for entry in plan.entries for name in entry.parameters}
-    entry_names |= {entry.pattern for entry in plan.entries}
-    split = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
-    return next((name for name in split if not any(matches(pattern, name) for pattern in entry_names)), "")
-
-
 def torch_module(plan: Plan) -> str:
     """Return the text of the module."""
     why = needs_autoplan(plan)
-    if why:
-        more = f"It needs autoplan: {why}."
-    else:
-        more = "It needs torch alone. Every rank must hold the same weights before it is called."
-    heading = (
-        f'"""Tensor-parallel plan of {plan.model} for {plan.tp_size} ranks, written by autoplan.\n\n{more}\n"""\n\n'
-        "from __future__ import annotations\n\n"
-    )
+    more = "It needs torch alone. Every rank must hold the same weights before it is called."
+    more = f"It needs autoplan: {why}." if why else more
+    heading = f'"""Tensor-parallel plan of {plan.model} for {plan.tp_size} ranks, written by autoplan.\n\n{more}\n"""'
+    heading += "\n\nfrom __future__ import annotations\n\n"
     if why:
         text = json.dumps(plan.to_dict(), ensure_ascii=True, indent=1)
         return heading + template("torch_plan.py.txt").format(text=text.replace("\\", "\\\\"))
@@ -194,12 +181,10 @@ def torch_module(plan: Plan) -> str:
         lines.append(f'        "{entry.pattern}": {style},')
         if word == "tied_head" and table is not None:
             again += f'    model.get_submodule("{entry.pattern}").weight = model.get_submodule("{table}").weight\n'
-    note = (
-        "    # parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again.\n"
-    )
-    return heading + template("torch_styles.py.txt").format(
-        lines="\n".join(lines), tp=plan.tp_size, again=(note + again) if again else ""
-    )
+    if again:
+        note = "parallelize_module makes two parameters of a tied one: both ends share one layout, so tie them again."
+        again = f"    # {note}\n{again}"
+    return heading + template("torch_styles.py.txt").format(lines="\n".join(lines), tp=plan.tp_size, again=again)
 
 
 # What a host matches of an export by its own rules, on the model as it builds it. An export that would match nothing,
@@ -221,11 +206,9 @@ class Exported(str):
     @property
     def note(self) -> str:
         """Return a line of text for people."""
-        if self.linears is None:
-            return ""
-        rest = f"; replicated: {', '.join(self.whole)}" if self.whole else ""
-        besides = f"; {self.besides}" if self.besides else ""
-        return f"shards {self.reached} of {self.linears} linear layers{rest}{besides}"
+        whole = f"replicated: {', '.join(self.whole)}" if self.whole else ""
+        parts = (f"shards {self.reached} of {self.linears} linear layers", whole, self.besides)
+        return "; ".join(filter(None, parts)) if self.linears is not None else ""
 
 
 def by_entries(plan: Plan) -> Finds:
@@ -264,16 +247,12 @@ def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) ->
     for name in names:
         meant, reads = written.get(starred(name), "replicate"), vllm_style(written, name)
         if meant != reads:
-            raise ExportError(
-                f"vLLM treats keys as regular expressions, and would match {name} to {reads}, not {meant}",
-                hint="choose which of the keys to drop with overrides={key: 'replicate'}",
-            )
+            text = f"vLLM treats keys as regular expressions, and would match {name} to {reads}, not {meant}"
+            raise ExportError(text, hint="choose which of the keys to drop with overrides={key: 'replicate'}")
     cut = any(style not in _WHOLE for style in written.values())
     if names and cut and all(vllm_style(written, name) in _WHOLE for name in names):
-        raise ExportError(
-            f"none of the {len(names)} linear layers of vLLM's base model match the keys of this plan",
-            hint=f"keys begin inside the base model, {base!r}",
-        )
+        text = f"none of the {len(names)} linear layers of vLLM's base model match the keys of this plan"
+        raise ExportError(text, hint=f"keys begin inside the base model, {base!r}")
     return lambda name: name.startswith(inside) and vllm_style(written, name.removeprefix(inside)) not in _WHOLE
 
 
@@ -303,60 +282,45 @@ class Surroundings:
     inner: tuple[tuple[str, str], ...] = ()
 
 
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=2) + "\n"
+Written = tuple[Any, Finds | None, str]  # text or plain data, which linear layers its host matches, other changes
 
 
-Written = tuple[str, Finds | None, str]  # the text, which linear layers its host matches, other necessary changes
+def _by(written: Any, finds: Callable[[Any], Finds]) -> Written:
+    return written, finds(written), ""
 
 
-def _by_key(written: Mapping[str, str]) -> Written:
-    return _json(written), by_key(written), ""
-
-
-def _deepspeed(plan: Plan, around: Surroundings, drop: bool) -> Written:
-    written = to_deepspeed(plan, drop=drop)
-    return _json(written), by_specs(written), ""
+def _automodel(plan: Plan) -> str:
+    """With entry points for Automodel and NeMo-RL: a dotted path to `plan`, and `register()`."""
+    return torch_module(plan) + template("automodel.py.txt").format(model=plan.model)
 
 
 def _vllm(plan: Plan, around: Surroundings, drop: bool) -> Written:
     written = to_vllm(plan, shipped=around.shipped, base=around.base, drop=drop)
     finds = vllm_finds(written, around.linears, around.base)
-    return _json(written), finds, vllm_besides(written, around.linears, around.base, dict(around.inner))
+    return written, finds, vllm_besides(written, around.linears, around.base, dict(around.inner))
 
 
 _Exporter = Callable[[Plan, Surroundings, bool], Written]
 TARGETS: dict[str, _Exporter] = {
     "torch": lambda plan, around, drop: (torch_module(plan), by_entries(plan), ""),
-    "hf": lambda plan, around, drop: _by_key(to_hf(plan, shipped=around.shipped, drop=drop)),
-    "hf-old": lambda plan, around, drop: _by_key(to_hf(plan, old=True, drop=drop)),
-    # With entry points for Automodel and NeMo-RL: a dotted path to `plan`, and `register()`
-    "automodel": lambda plan, around, drop: (
-        torch_module(plan) + template("automodel.py.txt").format(model=plan.model),
-        by_entries(plan),
-        "",
-    ),
-    "deepspeed": _deepspeed,
+    "hf": lambda plan, around, drop: _by(to_hf(plan, shipped=around.shipped, drop=drop), by_key),
+    "hf-old": lambda plan, around, drop: _by(to_hf(plan, old=True, drop=drop), by_key),
+    "automodel": lambda plan, around, drop: (_automodel(plan), by_entries(plan), ""),
+    "deepspeed": lambda plan, around, drop: _by(to_deepspeed(plan, drop=drop), by_specs),
     "accelerate": lambda plan, around, drop: (
-        yaml.safe_dump(to_accelerate(plan, around.blocks), sort_keys=False),
-        None,
-        "",
+        yaml.safe_dump(to_accelerate(plan, around.blocks), sort_keys=False), None, "",
     ),
-    "megatron-fsdp": lambda plan, around, drop: (
-        _json({"fsdp_unit_modules": _class_names(plan, around.blocks)}),
-        None,
-        "",
-    ),
+    "megatron-fsdp": lambda plan, around, drop: ({"fsdp_unit_modules": _class_names(plan, around.blocks)}, None, ""),
     "vllm": _vllm,
-}
+}  # fmt: skip
 
 
 def export(plan: Plan, target: str, around: Surroundings = Surroundings(), *, drop: bool = False) -> Exported:
     """Return the text. Raise ExportError on what the target cannot express; with `drop` it stays replicated there."""
     if target not in TARGETS:
         raise ExportError(f"there is no export to {target!r}", hint=f"choose one of {', '.join(TARGETS)}")
-    (text, finds, besides), names = TARGETS[target](plan, around, drop), around.linears
-    result = Exported(text)
+    (written, finds, besides), names = TARGETS[target](plan, around, drop), around.linears
+    result = Exported(written if isinstance(written, str) else json.dumps(written, indent=2) + "\n")
     result.besides = besides
     if finds is not None and names:
         whole = [name for name in names if not finds(name)]

@@ -21,10 +21,9 @@ def cut_otherwise(plan: Plan, entry: Entry) -> str:
     """Return why a cut of each stored tensor along the weight's dim is wrong for an entry; "" if it is right."""
     for weight in _stored(plan, entry):
         dim = _cut(plan, weight)[0]
-        first = weight.tensors[0]
-        other = next((t for t in weight.tensors if t.dims and t.dim != dim), None)
-        if dim is not None and (first.name != weight.parameter or other is not None):
-            wrong = first if first.name != weight.parameter or other is None else other
+        renamed = weight.tensors[:1] if weight.tensors[0].name != weight.parameter else ()
+        wrong = next((t for t in (*renamed, *weight.tensors) if t in renamed or t.dims and t.dim != dim), None)
+        if dim is not None and wrong is not None:
             return f"it is stored as {weight.scheme.title}: {wrong.name} is not sharded along the dim of the weight"
     return ""
 

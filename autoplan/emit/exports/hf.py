@@ -23,20 +23,11 @@ from autoplan.emit.exports.expressible import (
 from autoplan.values import AllReduceGradient, Entry, Plan
 from autoplan.values.reasons import OfDim
 
-OLD_NAMES = {
-    "colwise_gather_output": "colwise_rep",
-    "rowwise_split_input": "rowwise_rep",
-    "packed_colwise": "local_packed_colwise",
-}
+OLD_NAMES = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep",
+             "packed_colwise": "local_packed_colwise"}  # fmt: skip
 _DIGITS = tuple(map(str, range(100)))
-_NOT_IN_OLD = (
-    "embedding_rowwise",
-    "replicated_with_grad_allreduce",
-    "mla_kv_a_proj",
-    "moe_tp_experts",
-    "packed_colwise",
-    "replicate",
-)
+_NOT_IN_OLD = ("embedding_rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts",
+               "packed_colwise", "replicate")  # fmt: skip
 
 
 def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
@@ -133,9 +124,8 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
     elif part.is_plain:
         yield from _as_they_are(part.entries)
     elif part.kind == "latent" and not part.needs:
-        latent = {
-            e.pattern for e in part.entries if exported_as(e.rule) == "latent" and e.style == "colwise_gather_output"
-        }
+        gathered = [e for e in part.entries if e.style == "colwise_gather_output"]
+        latent = {e.pattern for e in gathered if exported_as(e.rule) == "latent"}
         others = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
         yield from _as_they_are(others)
         yield from ((starred(pattern), "mla_kv_a_proj") for pattern in latent)
@@ -160,12 +150,10 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _has_tied_bias(plan: Plan) -> bool:
     """Return whether a head's bias is also another module's, which transformers would restore unsharded."""
-    modules = {entry.pattern for entry in plan.entries}
-    split = {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}
     heads = [e for e in plan.entries if exported_as(e.rule) in HEADS and "bias" in e.parameters]
-    others = {name for name in split if name.endswith(".bias") and name.rpartition(".")[0] not in modules}
-    above = {entry.pattern.rpartition(".")[0] for entry in heads}
-    return any(name.rpartition(".")[0] in above for name in others)
+    above = {entry.pattern.rpartition(".")[0] for entry in heads} - {entry.pattern for entry in plan.entries}
+    split = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
+    return any(name.endswith(".bias") and name.rpartition(".")[0] in above for name in split)
 
 
 def _unused_holders(plan: Plan, entry: Entry) -> Iterator[str]:

@@ -15,6 +15,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
 from math import prod, sqrt
 from typing import Any
 
@@ -108,19 +109,14 @@ def draw_block(block: Block, width: float) -> Drawing:
     """Draw rows from top to bottom, with neighbours of one parent in a frame with its name."""
     drawing = Drawing(width)
     y = _MARGIN / 2
-    place = 0
-    while place < len(block.rows):
-        parent = block.rows[place].parent
-        end = place
-        while end < len(block.rows) and block.rows[end].parent == parent:
-            end += 1
-        y = _frame(drawing, parent, block.rows[place:end], y)
-        if parent and end < len(block.rows):  # to the next frame
+    for parent, group in groupby(block.rows, key=lambda row: row.parent):
+        rows = tuple(group)
+        y = _frame(drawing, parent, rows, y)
+        if parent and rows[-1] is not block.rows[-1]:  # to the next frame
             last = [edge for edge in drawing.edges if edge.bottom == y]
             kinds = {edge: "value" if edge.kind == "partial" else edge.kind for edge in last}
             drawing.edges += [replace(edge, top=y, bottom=y + _EDGE, kind=kind) for edge, kind in kinds.items()]
         y += _EDGE if parent else 0
-        place = end
     drawing.height = y + _MARGIN / 2
     return drawing
 
@@ -233,9 +229,9 @@ def _rect(shape: Shape, **attributes: Any) -> Safe:
 
 
 def _edge_svg(edge: Edge) -> Safe:
-    tone = f" {tone_of(edge.axis)}" if edge.axis >= 0 else ""
-    return el("line", x1=_number(edge.x), x2=_number(edge.x), y1=_number(edge.top), y2=_number(edge.bottom),
-              class_=f"edge {edge.kind}{tone}")  # fmt: skip
+    x, tone = _number(edge.x), f" {tone_of(edge.axis)}" if edge.axis >= 0 else ""
+    kind = f"edge {edge.kind}{tone}"
+    return el("line", x1=x, x2=x, y1=_number(edge.top), y2=_number(edge.bottom), class_=kind)
 
 
 def _words_svg(words: Words) -> Safe:
@@ -246,16 +242,12 @@ def _box_svg(shape: Shape, drawing: Drawing) -> Safe:
     box = shape.box
     assert box is not None
     tone = box.tone or (tone_of(box.axis.number) if box.axis else "whole")
-    texts = [_words_svg(w) for w in drawing.words if w.box is box and _within(w, shape)]
+    inside = (w for w in drawing.words if w.box is box and shape.x <= w.x <= shape.x + shape.width)
+    texts = [_words_svg(w) for w in inside if shape.y <= w.y <= shape.y + shape.height]
     label = f"{box.path}: {', '.join(box.lines)}"
-    inside = (el("title", label), _rect(shape, rx=4), *texts)
     pinned = " pinned" if box.findings else ""
-    group = el("g", *inside, class_=f"box {tone}{pinned}", data_path=box.path)
+    group = el("g", el("title", label), _rect(shape, rx=4), *texts, class_=f"box {tone}{pinned}", data_path=box.path)
     return el("a", group, href=f"#{box.link}", aria_label=label) if box.link else group
-
-
-def _within(words: Words, shape: Shape) -> bool:
-    return shape.x <= words.x <= shape.x + shape.width and shape.y <= words.y <= shape.y + shape.height
 
 
 def _number(value: float) -> str:
@@ -276,10 +268,8 @@ def segments(layout: Layout) -> tuple[Run, ...]:
     """Return (start, stop) of each packed segment; a single one if nothing is packed."""
     if layout.kind != "concatenation":
         return ((0, layout.size),)
-    ends = [0]
-    for part in layout.parts:
-        ends.append(ends[-1] + part.size)
-    return tuple(zip(ends, ends[1:], strict=False))
+    ends = accumulate((part.size for part in layout.parts), initial=0)
+    return tuple(pairwise(ends))
 
 
 def divides(layout: Layout, ranks: int) -> bool:
@@ -371,13 +361,10 @@ def _held(weight: Weight, ranks: int, along: float, width: float, height: float)
     stretches = runs(weight.layout, 0, ranks)
     if stretches is None:
         return el("rect", x=1, y=1, width=_number(width), height=_number(height), class_=f"{chosen} held fine")
-    scale = along / weight.layout.size
-    rects = []
-    for start, stop in stretches:
-        place = {"x": 1.0, "y": 1 + start * scale, "width": width, "height": (stop - start) * scale}
-        if not weight.upright:
-            place = {"x": 1 + start * scale, "y": 1.0, "width": (stop - start) * scale, "height": height}
-        rects.append(el("rect", **{key: _number(value) for key, value in place.items()}, class_="held"))
+    scale, rects = along / weight.layout.size, []
+    for start, size in ((1 + start * scale, (stop - start) * scale) for start, stop in stretches):
+        x, y, wide, high = (1.0, start, width, size) if weight.upright else (start, 1.0, size, height)
+        rects.append(_rect(Shape(x, y, wide, high), class_="held"))
     return el("g", *rects, class_=chosen)
 
 

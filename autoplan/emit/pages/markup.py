@@ -148,10 +148,8 @@ def check_page(path: str | PathLike[str]) -> Path:
     check_argument("the page", path, (str, PathLike), "give its path")
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
-        raise AutoplanError(
-            f"{target}: pages end in .html, not {target.suffix or 'no suffix'!r}",
-            hint=f"rename it, for example to {target.stem or 'plan'}.html",
-        )
+        hint = f"rename it, for example to {target.stem or 'plan'}.html"
+        raise AutoplanError(f"{target}: pages end in .html, not {target.suffix or 'no suffix'!r}", hint=hint)
     return target
 
 

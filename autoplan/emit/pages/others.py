@@ -23,7 +23,7 @@ from autoplan.emit.pages.page import (
     verdict,
     whole_page,
 )
-from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches, is_about, scene_of
+from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene, branches, findings_about, is_about, scene_of
 from autoplan.emit.tables.estimate_table import choice_reasons, row_to_dict
 from autoplan.emit.words import bytes_text
 from autoplan.values import CutsOf, Drawn, Finding, Plan, Report
@@ -60,13 +60,9 @@ def _box(
     lit = others is not None and cuts != others
     last = max((dim for dim, _ in cuts.values() if dim is not None), default=-1)
     tone = next((_TONES[word] for word in verdicts if word in _TONES), tone_of(last)) + " lit" * lit
-    numbers = tuple(n for n, finding in enumerate(findings, 1) if any(is_about(a, path) for a in finding.about))
-    lines = (
-        *dict.fromkeys(text for _, text in cuts.values()),
-        *(f"plan: {word}" for word in verdicts),
-        *(("differs",) if lit else ()),
-    )
-    return Box(name, path, lines, findings=numbers, tone=tone)
+    said = dict.fromkeys(text for _, text in cuts.values())
+    lines = (*said, *(f"plan: {word}" for word in verdicts), *(("differs",) if lit else ()))
+    return Box(name, path, lines, findings=findings_about(findings, path), tone=tone)
 
 
 def _cuts(side: CutsOf, path: str) -> dict[str, Cut]:
@@ -102,9 +98,8 @@ def audit_parts(report: Report) -> list[Content]:
     for side in ("a", "b"):
         if side in details:
             audited = details[side]
-            texts.append(
-                f"{side}: {audited['plan']}, {audited['ran']}, {bytes_text(audited['bytes_per_rank'])} per rank"
-            )
+            held = bytes_text(audited["bytes_per_rank"])
+            texts.append(f"{side}: {audited['plan']}, {audited['ran']}, {held} per rank")
     about = el("ul", *(el("li", text) for text in texts), class_="facts")
     parts: list[Content] = [bar, about, *_drawing(report), findings_section(findings)]
     entries = [(el("code", pattern), word) for pattern, word in report.details.get("verdicts", {}).items()]
@@ -127,10 +122,8 @@ def _drawing(report: Report) -> Iterable[Safe]:
     words = report.details.get("verdicts", {})
     findings = cause_first(report.findings)
     sides = drawn.sides
-    scenes = [
-        scene_of_side(drawn, side, sides[1 - n] if len(sides) == 2 else None, words, findings)
-        for n, side in enumerate(sides)
-    ]
+    others = sides[::-1] if len(sides) == 2 else (None,) * len(sides)
+    scenes = [scene_of_side(drawn, side, other, words, findings) for side, other in zip(sides, others, strict=True)]
     names = ("a: ", "b: ") if len(sides) == 2 else ("",)
     figures = []
     for place in range(len(drawn.flow)):
@@ -181,11 +174,8 @@ def choice_parts(choice: Any, most: int = _MOST) -> list[Content]:
 
 def _row(choice: Any, row: Row, scale: int) -> Safe:
     """Return one configuration: its memory as a bar, and all details on demand."""
-    speed = (
-        f"{row.estimate.tokens_per_second:,.0f} tokens per second"
-        if row.fits
-        else f"needs {bytes_text(row.missing)} more"
-    )
+    fast = f"{row.estimate.tokens_per_second:,.0f} tokens per second"
+    speed = fast if row.fits else f"needs {bytes_text(row.missing)} more"
     head = el("summary", el("b", f"{choice.rows.index(row) + 1}. {row}"), f": {speed}; {row.binds}", el("br"),
               stack(row.estimate, choice.memory, scale))  # fmt: skip
     return el("details", head, memory_section(row.estimate, choice.memory, alone=False))
@@ -217,8 +207,7 @@ def choice_cell(choice: Any) -> Safe:
 
 def _cell(title: str, size: str, *parts: Content) -> Safe:
     head = el("head", el("meta", charset="utf-8"), el("title", title), styles())
-    page = written_here("<!DOCTYPE html>") + el(
-        "html", head, el("body", el("header", el("h1", title)), el("main", *parts)), lang="en"
-    )
+    body = el("body", el("header", el("h1", title)), el("main", *parts))
+    page = written_here("<!DOCTYPE html>") + el("html", head, body, lang="en")
     look = f"width:100%;height:{_HEIGHTS[size]}px;border:1px solid #8888"
     return el("iframe", srcdoc=page, sandbox="", title=title, style=look)

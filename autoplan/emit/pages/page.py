@@ -28,15 +28,13 @@ from autoplan.emit.pages.markup import (
 )
 from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of, scene_of
 from autoplan.emit.tables.entry_table import equal_blocks
-from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text, valid_sizes
-from autoplan.emit.tables.terminal import proof_text
-from autoplan.emit.words import bytes_text, count
+from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text
+from autoplan.emit.tables.terminal import plan_facts, proof_text
+from autoplan.emit.words import LEVELS, bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic
 from autoplan.values.estimate import Estimate, MemoryParts, mesh_text
 from autoplan.values.plain import finite
 from autoplan.version import __version__
-
-_RANKS = {"error": 0, "warn": 1, "note": 2}
 
 
 def plan_page(
@@ -51,16 +49,11 @@ def plan_page(
     values = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
     planned = {**what_if, plan.ranks: WhatIf(plan, estimate)}
     sizes = tuple(sorted(planned))
-    parts = plan_parts(plan, memory_cases(planned, memory, sizes, plan.ranks), planned)
+    held = {n: memory_section(case.estimate, memory, alone=False) for n, case in planned.items()}
+    estimated = any(case.estimate is not None for case in planned.values())
+    memories = section("Memory of a rank", "memory", cases(held, sizes, plan.ranks)) if estimated else None
+    parts = plan_parts(plan, memories, planned)
     return whole_page(f"{plan.model} at {plan.over.replace('=', ' ')}", *parts, held=values, sizes=sizes)
-
-
-def memory_cases(what_ifs: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe | None:
-    """Return the memory of a rank in each case; None if no case has an estimate."""
-    if all(case.estimate is None for case in what_ifs.values()):
-        return None
-    sections = {n: memory_section(case.estimate, memory, alone=False) for n, case in what_ifs.items()}
-    return section("Memory of a rank", "memory", cases(sections, numbers, own))
 
 
 def pictures(plans: Mapping[int, Plan], numbers: Sequence[int], own: int, links: dict[str, str]) -> Safe:
@@ -100,26 +93,20 @@ def plan_parts(
 
 def whole_page(title: str, *parts: Content, held: dict[str, Any], sizes: tuple[int, ...] = ()) -> str:
     """Return a complete document around `parts`; `held` is the data in it."""
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", title),
-        styles(sizes),
-    )
+    metas = ({"charset": "utf-8"}, {"name": "viewport", "content": "width=device-width, initial-scale=1"},
+             {"name": "color-scheme", "content": "light dark"})  # fmt: skip
+    head = el("head", *(el("meta", **meta) for meta in metas), el("title", title), styles(sizes))
     skip = el("a", "To the drawing", href="#drawing", class_="skip")
     top = el("header", el("h1", title))
-    footer = el(
-        "footer", el("p", f"Made by autoplan {__version__}. The data of this page are embedded as JSON.", class_="soft")
-    )
+    made = f"Made by autoplan {__version__}. The data of this page are embedded as JSON."
+    footer = el("footer", el("p", made, class_="soft"))
     body = el("body", skip, top, el("main", *parts), footer, data("data", finite(held)), script())
     return written_here("<!DOCTYPE html>\n") + el("html", head, body, lang="en") + "\n"
 
 
 def cause_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Sort findings: causes before consequences, errors before notes."""
-    return tuple(sorted(findings, key=lambda finding: (finding.is_consequence, _RANKS[finding.level])))
+    return tuple(sorted(findings, key=lambda finding: (finding.is_consequence, LEVELS.index(finding.level))))
 
 
 def links_of(plan: Plan) -> dict[str, str]:
@@ -190,9 +177,7 @@ def _parts(estimate: Estimate) -> list[tuple[int, str, int]]:
 
 
 def _step_messages(estimate: Estimate) -> Safe:
-    rows = [
-        (message.dim, message.kind, str(message.number), bytes_text(message.bytes)) for message in estimate.messages
-    ]
+    rows = [(sent.dim, sent.kind, str(sent.number), bytes_text(sent.bytes)) for sent in estimate.messages]
     sent = table(("over", "message", "number", "bytes"), rows, "Messages of a step") if rows else None
     if estimate.time is None:
         return join([sent])
@@ -218,10 +203,8 @@ def verdict(proof: Proof) -> Safe:
 
 
 def facts(plan: Plan) -> Safe:
-    texts = [plan.over.replace("=", " "), f"ep {plan.ep_size}" if plan.ep_size > 1 else "", plan.source]
-    texts += ["sequence parallel" if plan.sequence_parallel else "", *valid_sizes(plan)]
     size, whole = rank_weights(plan)
-    texts.append(f"{bytes_text(size)} of weights per rank, {bytes_text(whole)} of it replicated")
+    texts = [*plan_facts(plan), f"{bytes_text(size)} of weights per rank, {bytes_text(whole)} of it replicated"]
     return el("ul", *(el("li", text) for text in texts if text), class_="facts")
 
 
@@ -257,10 +240,8 @@ def block_figure(block: Block, side: str = "") -> Safe:
 
 def switch(plans: Mapping[int, Plan], own: int) -> Safe:
     """Return the sizes between which the page can be switched, by style alone."""
-    sizes = [
-        el("span", f"{bytes_text(rank_weights(plan)[0])} of weights per rank", class_=f"tp tp-{n}")
-        for n, plan in plans.items()
-    ]
+    held = {n: bytes_text(rank_weights(plan)[0]) for n, plan in plans.items()}
+    sizes = [el("span", f"{size} of weights per rank", class_=f"tp tp-{n}") for n, size in held.items()]
     return join([chooser({n: f"tp {n}" for n in plans}, own, "What if: a rank at"), el("p", *sizes)])
 
 
@@ -289,13 +270,10 @@ def _messages(traffic: Sequence[Traffic]) -> Safe:
 def _traffic_row(traffic: Traffic, most: int) -> list[Content]:
     moved, least = _bytes(traffic.forward, traffic.backward), _least(traffic)
     ratio = "" if traffic.ratio is None else f"{traffic.ratio:.2f} × the minimum"
-    bars = [
-        el("rect", x=0, y=y, width=f"{size / max(most, 1) * 160:.1f}", height=8, class_=f"bar {tone}")
-        for y, size, tone in ((1, moved, "a1"), (11, least, "a2"))
-    ]
-    svg = el(
-        "svg", *bars, viewBox="0 0 160 20", width=160, height=20, role="img", aria_label=f"{moved} of {least} bytes"
-    )
+    bars = [el("rect", x=0, y=y, width=f"{size / max(most, 1) * 160:.1f}", height=8, class_=f"bar {tone}")
+            for y, size, tone in ((1, moved, "a1"), (11, least, "a2"))]  # fmt: skip
+    label, view = f"{moved} of {least} bytes", "0 0 160 20"
+    svg = el("svg", *bars, viewBox=view, width=160, height=20, role="img", aria_label=label)
     once = f"; once per step {bytes_text(traffic.once)} of gradients of replicated parameters" if traffic.once else ""
     return [el("code", *breakable(traffic.block)), _kinds(traffic.forward), _kinds(traffic.backward) + once,
             bytes_text(moved), join([bytes_text(least), el("br"), ratio]), svg]  # fmt: skip

@@ -220,11 +220,9 @@ class _Boxes:
     def rows(self, part: FlowPart) -> Iterator[BoxRow]:
         """Yield rows with the collectives before and after them; a collective inside a column is a line of a box."""
         for parent, columns in branches(part if part.reads else replace(part, reads=self._guessed(part))):
-            boxes = []
             marks: list[Mark] = []
-            for column in columns:
-                boxes.append([self._placed(part, step, column, marks) for step in column])
-            yield BoxRow(parent, tuple(map(tuple, boxes)), tuple(dict.fromkeys(marks)))
+            boxes = tuple(tuple(self._placed(part, step, column, marks) for step in column) for column in columns)
+            yield BoxRow(parent, boxes, tuple(dict.fromkeys(marks)))
 
     def _placed(self, part: FlowPart, step: str, column: list[str], marks: list[Mark]) -> Box:
         path = ".".join(filter(None, (part.block, step)))
@@ -270,19 +268,12 @@ class _Boxes:
 
     def _entries(self, path: str) -> tuple[Entry, ...]:
         """Return the entries of the module itself, or of single parameters of it."""
-        depth = path.count(".") + 1
         own = [entry for entry in self.plan.entries if matches(entry.pattern, path)]
-        within = [
-            entry
-            for entry in self.plan.entries
-            if entry.pattern.count(".") == depth and is_under(entry.pattern.rpartition(".")[0], path)
-        ]
-        return tuple(own or within)
+        below = [entry for entry in self.plan.entries if entry.pattern.count(".") == path.count(".") + 1]
+        return tuple(own or (entry for entry in below if is_under(entry.pattern.rpartition(".")[0], path)))
 
     def _box(self, name: str, path: str, entries: tuple[Entry, ...]) -> Box:
-        numbers = tuple(
-            n for n, finding in enumerate(self.findings, 1) if any(is_about(a, path) for a in finding.about)
-        )
+        numbers = findings_about(self.findings, path)
         if entries:
             axis = next((self.axes[entry.pattern] for entry in entries if entry.pattern in self.axes), None)
             lines = [line for entry in entries for line in (entry.role, f"{entry.style} · {entry.units}".strip(" ·"))]
@@ -292,6 +283,11 @@ class _Boxes:
         size = bytes_text(sum(item.bytes for item in whole)) if whole else ""
         link = next((self.links[item.fqn] for item in whole if item.fqn in self.links), "")
         return Box(name, path, (f"replicated · {size} total" if size else "whole",), None, link, numbers)
+
+
+def findings_about(findings: Sequence[Finding], path: str) -> tuple[int, ...]:
+    """Return the numbers of the findings that are about a module."""
+    return tuple(n for n, finding in enumerate(findings, 1) if any(is_about(a, path) for a in finding.about))
 
 
 def is_about(pattern: str, path: str) -> bool:

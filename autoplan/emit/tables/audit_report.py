@@ -129,12 +129,8 @@ def _result(finding: Finding, names: list[str], artifact: str, line: int) -> dic
     places = [{"physicalLocation": {"artifactLocation": {"uri": artifact}, "region": {"startLine": line}}}]
     if finding.where:
         places[0]["logicalLocations"] = [{"fullyQualifiedName": finding.where}]  # type: ignore[assignment]
-    result: dict[str, Any] = {
-        "ruleId": finding.check,
-        "level": _SARIF_LEVELS[finding.level],
-        "message": {"text": text},
-        "locations": places,
-    }
+    level = _SARIF_LEVELS[finding.level]
+    result = {"ruleId": finding.check, "level": level, "message": {"text": text}, "locations": places}
     return result | ({"ruleIndex": names.index(finding.check)} if finding.check in names else {})
 
 
@@ -149,27 +145,18 @@ _NO_MORE = 1.005  # the bound ignores a few numbers per token
 def scoreboard_view(board: Scoreboard) -> RenderableType:
     """Return the scoreboard with all its sections."""
     experts = f" · ep {board.ep_size}" if board.ep_size > 1 else ""
-    facts = [
-        f"tp {board.tp_size}, cp {board.cp_size}"
-        if min(board.cp_size, board.tp_size) > 1
-        else f"cp {board.cp_size}"
-        if board.cp_size > 1
-        else f"tp {board.tp_size}{experts}",
-        board.engine,
-        ", ".join(board.checks),
-    ]
+    split = f"tp {board.tp_size}{experts}" if board.cp_size == 1 else f"cp {board.cp_size}"
+    split = f"tp {board.tp_size}, {split}" if min(board.cp_size, board.tp_size) > 1 else split
+    facts = [split, board.engine, ", ".join(board.checks)]
     facts += ["sequence parallel"] * board.sequence_parallel
     facts += [f"checkpointing ({board.checkpointing})"] * bool(board.checkpointing)
     facts += [f"training on {board.mesh}"] * bool(board.mesh)
     facts += [f"length {', '.join(map(str, board.lengths))}"] * bool(board.lengths)
     title = "".join(f" · {fact}" for fact in facts)
     sections: list[RenderableType] = [Text.assemble((board.mapping, "bold"), title), _scores(board)]
-    spoken = [(score, score.reason) for score in board.scores if score.reason]
-    if spoken:
-        sections += [heading("Why not"), _reasons(spoken)]
-    uncut = [(score, score.uncut) for score in board.scores if score.uncut]
-    if uncut:
-        sections += [heading("Not sharded along the sequence"), _reasons(uncut)]
+    for field, head in (("reason", "Why not"), ("uncut", "Not sharded along the sequence")):
+        if reasons := [(score, getattr(score, field)) for score in board.scores if getattr(score, field)]:
+            sections += [heading(head), _reasons(reasons)]
     if any(score.communication for score in board.scores):
         table = _table("type", *TRAFFIC_COLUMNS)
         for score in board.scores:

@@ -87,11 +87,8 @@ def _cut(entry: Entry) -> str:
 
 def _widths(columns: list[str], rows: list[Cells], available: int) -> dict[str, int]:
     """Return the widths of columns: each as wide as its widest line; then the widest shrink until the table fits."""
-    lines = {
-        column: [_HEADINGS.get(column, column), *(line for row in rows for line in row[column].split("\n"))]
-        for column in columns
-    }
-    widths = {column: max(map(cell_len, texts)) for column, texts in lines.items()}
+    texts = {name: "\n".join([_HEADINGS.get(name, name), *(row[name] for row in rows)]) for name in columns}
+    widths = {column: max(map(cell_len, text.split("\n"))) for column, text in texts.items()}
     giving = [column for column in columns if column not in ("module", "style")]
     while sum(widths.values()) + _GAP * (len(columns) - 1) > available:
         widest = max(giving, key=lambda column: widths[column])
@@ -129,9 +126,8 @@ def equal_blocks(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
 def traffic_row(block: Traffic) -> tuple[str, ...]:
     """Return a block's row: the number of collectives of each kind, and their bytes per token."""
     ratio = "" if block.ratio is None else f"{block.ratio:.2f}"
-    least = [
-        f"{size} B in {number}" if number else "nothing" for number, size in (block.least_forward, block.least_backward)
-    ]
+    bounds = block.least_forward, block.least_backward
+    least = [f"{size} B in {number}" if number else "nothing" for number, size in bounds]
     return block.block, _moved(block.forward), _moved(block.backward), *least, ratio
 
 
@@ -141,10 +137,8 @@ def traffic_lines(traffic: Iterable[Traffic]) -> list[str]:
     for moved in equal_blocks(traffic):
         block, forward, backward, least_forward, least_backward, ratio = traffic_row(moved)
         once = f"; {moved.once} B of gradients of replicated parameters once per step" if moved.once else ""
-        lines.append(
-            f"{block}: forward {forward} (minimum {least_forward}), backward {backward} (minimum "
-            f"{least_backward}){f', {ratio} × the minimum' if ratio else ''}{once}"
-        )
+        sent = f"forward {forward} (minimum {least_forward}), backward {backward} (minimum {least_backward})"
+        lines.append(f"{block}: {sent}{f', {ratio} × the minimum' if ratio else ''}{once}")
     return lines
 
 

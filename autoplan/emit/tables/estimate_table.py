@@ -80,9 +80,8 @@ def estimate_view(found: Estimate) -> RenderableType:
     lines.append(Text(f"peak: {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
     if found.time is not None:
-        shares = ", ".join(
-            f"{_scaled(seconds, _TIMES, 2)} {part}" for part, seconds in found.time.parts.items() if seconds
-        )
+        parts = {part: _scaled(seconds, _TIMES, 2) for part, seconds in found.time.parts.items() if seconds}
+        shares = ", ".join(f"{seconds} {part}" for part, seconds in parts.items())
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
         unit = "tokens" if found.sequence else "samples"
         took, done = _scaled(found.time.total, _TIMES, 2), _scaled(found.flops / 1e12, _FLOPS, 1)
@@ -104,9 +103,8 @@ def memory_bar(found: Estimate, memory: int) -> Text:
     sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
     stack = "".join(letter * round(_BAR * size / scale) for letter, size in sizes.items())[:_BAR]
     least, end = min(0.05 * 2**30, found.peak / 100), " GiB"
-    legend = ", ".join(
-        f"{_WORDS[letter]} {size_text(n, 1).removesuffix(end)}" for letter, n in sizes.items() if n > least
-    )
+    texts = {_WORDS[letter]: size_text(n, 1).removesuffix(end) for letter, n in sizes.items() if n > least}
+    legend = ", ".join(f"{word} {size}" for word, size in texts.items())
     fits = "" if found.peak <= memory else ", does not fit"
     of = f"{size_text(found.peak, 1).removesuffix(end)} of {size_text(memory, 1)}{fits}"
     step = f"a step of {found.batch}" + (f" × {found.sequence:,} tokens" if found.sequence else " samples")
@@ -151,15 +149,8 @@ def choice_view(choice: Any) -> RenderableType:
         head += f": {asked.train}, " + (f"sequences of {asked.sequence} tokens, " if asked.sequence else "")
         head += asked.weights_text + (f", {asked.optimizer}" if asked.optimizer else "")
         head += "".join(f", {text}" for text in choice.how)
-    lines: list[RenderableType] = [
-        Text(head),
-        Text(f"{fitting} of {len(choice.rows)} configurations fit"),
-        Text(""),
-        table,
-        Text(""),
-    ]
-    lines += [Text(text) for text in choice_reasons(choice)]
-    return Group(*lines)
+    fit = Text(f"{fitting} of {len(choice.rows)} configurations fit")
+    return Group(Text(head), fit, Text(""), table, Text(""), *map(Text, choice_reasons(choice)))
 
 
 def choice_reasons(choice: Any) -> Iterable[str]:
@@ -284,10 +275,8 @@ def messages_of_a_block(plan: Plan) -> str:
 
 def valid_sizes(plan: Plan) -> list[str]:
     """Return the tp sizes at which every axis is divisible; nothing if the sequence is cut."""
-    sizes = ", ".join(map(str, plan.legal_tp))
-    if plan.cp_size > 1:
-        return []
-    return [f"valid tp: {sizes}" if plan.tp_size in plan.legal_tp else f"every axis is divisible at tp {sizes}"]
+    text = "valid tp: " if plan.tp_size in plan.legal_tp else "every axis is divisible at tp "
+    return [text + ", ".join(map(str, plan.legal_tp))] if plan.cp_size == 1 else []
 
 
 def shown_sizes(plan: Plan) -> tuple[int, ...]:

@@ -104,13 +104,15 @@ def _in_line(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
+def plan_facts(plan: Plan) -> list[str]:
+    """Return the sizes and options of a plan."""
+    experts = [f"ep {plan.ep_size}"] if plan.ep_size > 1 else []
+    along = ["sequence parallel"] if plan.sequence_parallel else []
+    return [plan.over.replace("=", " "), *experts, plan.source, *along, *valid_sizes(plan)]
+
+
 def _headline(plan: Plan) -> RenderableType:
-    facts = [plan.over.replace("=", " "), plan.source]
-    if plan.ep_size > 1:
-        facts.insert(1, f"ep {plan.ep_size}")
-    if plan.sequence_parallel:
-        facts.append("sequence parallel")
-    facts += valid_sizes(plan)
+    facts = plan_facts(plan)
     if plan.proof.failed:
         facts.append("verification failed")
     elif plan.proof.trial.outcome == "skipped":
@@ -140,14 +142,11 @@ def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
     names = [item.fqn for item in items]
     weights = {reason: sum(size * len(fqns) for size, fqns in sizes.items()) for reason, sizes in by_reason.items()}
     for reason in sorted(by_reason, key=lambda reason: -weights[reason]):
-        rows = [
-            (members, size, pattern)
-            for size, fqns in by_reason[reason].items()
-            for pattern, members in fold_counted(fqns, names)
-        ]
+        folds = ((size, fold_counted(fqns, names)) for size, fqns in by_reason[reason].items())
+        rows = [(members * size, pattern) for size, folded in folds for pattern, members in folded]
         table = plain_table("bytes", "parameter", header=False, right=("bytes",))
-        for members, size, pattern in sorted(rows, key=lambda row: -row[0] * row[1]):
-            table.add_row(bytes_text(members * size), Text(pattern, "cyan"))
+        for size, pattern in sorted(rows, key=lambda row: -row[0]):
+            table.add_row(bytes_text(size), Text(pattern, "cyan"))
         yield Text(reason or "(no reason given)")
         yield Padding(table, (0, 0, 0, 2))
 
@@ -251,7 +250,7 @@ def rule_view(rule: Rule) -> RenderableType:
     parts += _section("Why", Text(rule.why))
     parts += _section("Limits", Text(rule.limits))
     if rule.match:
-        lines = [line.strip() for line in rule.match.flow.strip().splitlines()]
+        lines = map(str.strip, rule.match.flow.strip().splitlines())
         parts += _section("Recognises", Text("\n".join(lines)))
         if rule.match.where:
             parts += _section("Where", Text("\n".join(rule.match.where)))

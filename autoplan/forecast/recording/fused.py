@@ -95,7 +95,7 @@ class _Kernel(torch.autograd.Function):
             if not condition or condition in passed:
                 here[name] = empty(form)
         for moment in kernel.forward:
-            _held(map(empty, moment))
+            list(map(empty, moment))  # all of them at once, and then none
         ctx.save_for_backward(*(here.get(_first(names, here)) for names in kernel.saves))
         ctx.kernel, ctx.dims, ctx.work = kernel, dims, work
         ctx.like = [None if v is None else (v.shape, v.dtype) for v in values]
@@ -115,19 +115,13 @@ class _Kernel(torch.autograd.Function):
             shape = tuple(_number(size, ctx.dims) for size in sizes.split())
             return first.new_empty(shape, dtype=ctx.dtypes.get(dtype.strip()) or _dtype(dtype.strip(), {}))
 
-        results = []
-        for like, needed in zip(ctx.like, ctx.needs_input_grad[4:], strict=True):
-            results.append(first.new_empty(like[0], dtype=like[1]) if needed and like is not None else None)
+        wanted = zip(ctx.like, ctx.needs_input_grad[4:], strict=True)
+        results = [first.new_empty(like[0], dtype=like[1]) if needed and like else None for like, needed in wanted]
         for moment in kernel.backward:
-            _held(map(empty, moment))
+            list(map(empty, moment))
         if ctx.work is not None:
             ctx.work(int(kernel.again * kernel.operations(ctx.dims)), str(first.dtype).removeprefix("torch."))
         return (None, None, None, None, *results)
-
-
-def _held(tensors: Iterable[torch.Tensor]) -> None:
-    """All of them at once, and then none."""
-    list(tensors)
 
 
 def _first(names: tuple[str, ...], there: Mapping[str, Any]) -> str:
@@ -159,17 +153,14 @@ def _tree(text: str) -> ast.expr:
     return ast.parse(text.strip(), mode="eval").body
 
 
-def _number(text: str, dims: Dims) -> int:
-    return _worked_out(_tree(text), dims)
-
-
-def _worked_out(node: ast.expr, dims: Dims) -> int:
+def _number(text: str | ast.expr, dims: Dims) -> int:
+    node = _tree(text) if isinstance(text, str) else text
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.Name):
         return dims[node.id]
     if isinstance(node, ast.BinOp) and type(node.op) in _NUMBERS:
-        return _NUMBERS[type(node.op)](_worked_out(node.left, dims), _worked_out(node.right, dims))
+        return _NUMBERS[type(node.op)](_number(node.left, dims), _number(node.right, dims))
     raise AutoplanError(f"a kernel dim is {ast.unparse(node)}", hint="write products, sums and quotients of names")
 
 

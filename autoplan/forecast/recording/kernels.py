@@ -79,15 +79,12 @@ _SORTED_FROM, _ROWS_OF_A_PART = 3073, 10  # of an embedding's indices
 
 class _OnAGpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, result = kwargs or {}, None
         if func is F.scaled_dot_product_attention:
-            fused = _fused(*args, **(kwargs or {}))
-            if fused is not None:
-                return fused
-        if func in (F.dropout, torch.dropout):
-            dropped = _dropped(*args, **(kwargs or {}))
-            if dropped is not None:
-                return dropped
-        return func(*args, **(kwargs or {}))
+            result = _fused(*args, **kwargs)
+        elif func in (F.dropout, torch.dropout):
+            result = _dropped(*args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
 
 
 def _fused(
@@ -121,9 +118,8 @@ def _dropped(
     input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> torch.Tensor | None:
     """Drop out as CUDA does; None if a CPU does the same. `train`: as torch.dropout calls `training`."""
-    if inplace or not (training and train) or not 0 < p < 1:
-        return None
-    if isinstance(input, DTensor) or not (input.is_meta or is_fake(input)) or not input.numel():
+    drops = training and train and not inplace and 0 < p < 1
+    if not drops or isinstance(input, DTensor) or not (input.is_meta or is_fake(input)) or not input.numel():
         return None
     dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return dropped

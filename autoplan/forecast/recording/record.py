@@ -127,10 +127,9 @@ class _Log:
             self.items.append(Changed(number, -1, self.modules[-1]))
 
     def gradient_of(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            number = self.known.get(storage_id(local_piece(parameter.grad)))
-            if number is not None:
-                self.storages[number].gradient = True
+        grad = parameter.grad
+        if grad is not None and (number := self.known.get(storage_id(local_piece(grad)))) is not None:
+            self.storages[number].gradient = True
 
     def returned(self, result: Any) -> None:
         """Tensors that stand in the result themselves; what an object in it holds is a cache."""
@@ -173,8 +172,8 @@ class _Log:
         self.items.append(Worked(flops, 0, dtype, self.modules[-1]))
 
     def tape(self, kernels: Iterable[str]) -> Tape:
-        return Tape(tuple(map(_storage, self.storages)), tuple(self.items), self.ended, tuple(sorted(kernels)),
-                    self.pairs)  # fmt: skip
+        storages = tuple(map(_storage, self.storages))
+        return Tape(storages, tuple(self.items), self.ended, tuple(sorted(kernels)), self.pairs)
 
 
 def _storage(living: _Living) -> Storage:
@@ -208,12 +207,13 @@ class _Watching(DispatchMode):
             return func(*args, **kwargs)
         if func is collectives_by_name.wait_tensor.default:
             return args[0]  # as it is on a device; without storage torch would make another tensor of it
-        result = grouped_in_any_dtype(func, args, kwargs)
-        if result is None:
-            result = func(*args, **kwargs)
+        grouped = grouped_in_any_dtype(func, args, kwargs)
+        result = func(*args, **kwargs) if grouped is None else grouped
         log, space = self.log, func.namespace
         collective = space in _COLLECTIVES
-        results = [one for one in tensors_within(result) if not _about_shapes(one)]
+        # On meta only shapes are computed. `is_meta` of a fake tensor would be an op
+        devices = ((one, getattr(one, "fake_device", None) or one.device) for one in tensors_within(result))
+        results = [one for one, device in devices if device.type != "meta"]
         if collective:
             log.fusion.kernel += 1
             self._message(func, args, kwargs, results)
@@ -241,14 +241,8 @@ class _Watching(DispatchMode):
         out = results[0] if results else inputs[0]
         names = (_group_name(value) for value in (*args, *kwargs.values()))
         group = next((name for name in names if name in self.groups), "")
-        size = (sent.numel() * sent.element_size(), out.numel() * out.element_size())
-        self.log.items.append(Message(kind, self.groups.get(group, ""), *size, self.log.modules[-1]))
-
-
-def _about_shapes(tensor: torch.Tensor) -> bool:
-    """Return whether it is on meta, as where only shapes are computed. `is_meta` of a fake tensor would be an op."""
-    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
-    return device.type == "meta"
+        dim = self.groups.get(group, "")
+        self.log.items.append(Message(kind, dim, sent.nbytes, out.nbytes, self.log.modules[-1]))
 
 
 def _group_name(value: Any) -> str:
@@ -275,7 +269,7 @@ class _Passing(torch.autograd.Function):
         return (None, *gradients)
 
 
-Maker = Callable[[str, str], Item]
+Maker = Callable[[Any, Any], Item]  # of (before or after, phase)
 
 
 class _Follower:
@@ -324,15 +318,13 @@ def _put(value: Any, others: Mapping[int, torch.Tensor]) -> Any:
 def _followed(model: nn.Module, marks: Marks, log: _Log) -> Iterator[None]:
     modules = dict(model.named_modules(remove_duplicate=False))
     handles: list[Any] = []
-
     for name, module in {id(m): (n, m) for n, m in reversed(modules.items())}.values():
         handles.append(module.register_forward_pre_hook(partial(log.enter, name)))
         handles.append(module.register_forward_hook(log.leave))
-    first = {name: [_block(name)] for name in marks.blocks}
-    last = {name: [_block(name)] for name in marks.blocks}
+    first, last = (dict[str, list[Maker]]({name: [partial(Block, name)] for name in marks.blocks}) for _ in range(2))
     for unit, names in marks.units:
-        first.setdefault(names[0], []).append(_unit(unit))
-        last.setdefault(names[-1], []).append(_unit(unit))
+        first.setdefault(names[0], []).append(partial(UnitEvent, unit))
+        last.setdefault(names[-1], []).append(partial(UnitEvent, unit))
     for name in sorted({*first, *last}, key=len):
         follower = _Follower(log, first.get(name, []), last.get(name, []))
         handles.append(modules[name].register_forward_pre_hook(follower.before, with_kwargs=True, prepend=True))
@@ -348,14 +340,6 @@ def _followed(model: nn.Module, marks: Marks, log: _Log) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _unit(name: str) -> Maker:
-    return lambda when, phase: UnitEvent(name, when, phase)  # type: ignore[arg-type]
-
-
-def _block(name: str) -> Maker:
-    return lambda when, phase: Block(name, when, phase)  # type: ignore[arg-type]
 
 
 def record_step(

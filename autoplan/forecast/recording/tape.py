@@ -87,9 +87,8 @@ class Place:
     name: str
 
 
-LeftOut = Mapping[
-    str, tuple[tuple[str, str], ...]
-]  # recorded block -> those left out after it, and who stands for each
+# Recorded block -> those left out after it, and who stands for each
+LeftOut = Mapping[str, tuple[tuple[str, str], ...]]
 Item = Changed | Worked | Message | UnitEvent | Block | Place
 
 
@@ -169,12 +168,11 @@ def _measured(items: list[Item], sizes: np.ndarray, kinds: np.ndarray, lasts: li
     moved = fused = 0.0
     sent: dict[tuple[str, str], tuple[int, float]] = {}
     for item in items:
-        if isinstance(item, Worked) and item.flops:
-            flops[item.dtype] = flops.get(item.dtype, 0) + item.flops
-            if item.layer:
-                layers[item.layer] = layers.get(item.layer, 0) + item.flops
         if isinstance(item, Worked):
             moved, fused = moved + item.bytes, fused + item.fused
+            for totals, key in ((flops, item.dtype), (layers, item.layer)):
+                if item.flops and key:
+                    totals[key] = totals.get(key, 0) + item.flops
         elif isinstance(item, Message):
             number, size = sent.get((item.dim, item.kind), (0, 0.0))
             sent[item.dim, item.kind] = number + 1, size + max(item.sent, item.received)
@@ -214,12 +212,11 @@ def _between(one: Stretch, two: Stretch, more: float) -> Stretch:
     for key in two.sent:
         (number, size), (count, whole) = one.sent.get(key, (0, 0.0)), two.sent[key]
         sent[key] = round(number + more * (count - number)), size + more * (whole - size)
-    moved = one.moved + more * (two.moved - one.moved)
     numbers = (_line(getattr(one, name), getattr(two, name), more) for name in ("net", "at", "flops", "layers"))
     net, at, flops, layers = numbers
-    lasts = one.lasts + more * (two.lasts - one.lasts)
-    fused = one.fused + more * (two.fused - one.fused)
-    return Stretch(net, at, two.module, flops, moved, sent, layers, lasts, fused)
+    first, last = ({name: getattr(each, name) for name in ("moved", "lasts", "fused")} for each in (one, two))
+    plain = _line(first, last, more)
+    return Stretch(net, at, two.module, flops, sent=sent, layers=layers, **plain)
 
 
 def _line(one: Numbers, two: Numbers, more: float) -> Numbers:
@@ -229,27 +226,20 @@ def _line(one: Numbers, two: Numbers, more: float) -> Numbers:
 def expanded(program: Program, stands_for: LeftOut) -> Iterator[tuple[Phase, tuple[Step, ...], str]]:
     """Yield the stretches of a whole step: phase, steps, block ("" outside). `stands_for`: blocks left out after each
     one."""
-    for phase, items in (
-        ("forward", program.steps[: program.end_of_forward]),
-        ("backward", program.steps[program.end_of_forward :]),
-    ):
-        yield from _expanded(phase, items, stands_for)  # type: ignore[arg-type]
-
-
-def _expanded(
-    phase: Phase, items: tuple[Step, ...], stands_for: LeftOut
-) -> Iterator[tuple[Phase, tuple[Step, ...], str]]:
-    spans = _with_what_lies_between(phase, _spans(items))
-    recorded = {name: items[first:last] for name, first, last in spans}
-    done = 0
-    for name, first, last in spans:
-        yield phase, items[done:first], ""
-        run = [(name, recorded[name])]
-        run += [(other, recorded[block]) for other, block in stands_for.get(name, ()) if block in recorded]
-        for block, span in run if phase == "forward" else reversed(run):
-            yield phase, span, block
-        done = last
-    yield phase, items[done:], ""
+    forward, backward = program.steps[: program.end_of_forward], program.steps[program.end_of_forward :]
+    halves: dict[Phase, tuple[Step, ...]] = {"forward": forward, "backward": backward}
+    for phase, items in halves.items():
+        spans = _with_what_lies_between(phase, _spans(items))
+        recorded = {name: items[first:last] for name, first, last in spans}
+        done = 0
+        for name, first, last in spans:
+            yield phase, items[done:first], ""
+            run = [(name, recorded[name])]
+            run += [(other, recorded[block]) for other, block in stands_for.get(name, ()) if block in recorded]
+            for block, span in run if phase == "forward" else reversed(run):
+                yield phase, span, block
+            done = last
+        yield phase, items[done:], ""
 
 
 def without_blocks(program: Program, names: Collection[str]) -> Program:

@@ -103,7 +103,7 @@ Way = tuple[int | str, ...]  # sizes, then "ids" or "long" if it is no float ten
 
 def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int) -> list[Way]:
     """Return the usual shapes of an argument, without the batch. `picture`: channels, height, width."""
-    channels, height, width = picture
+    channels, height, width = image = tuple(picture)
     frames = next((n for c in configs for field in _FILM if (n := positive_int(c, field)) and n > 1), 4)
     sound: list[Way] = [(_SAMPLES[0],), (1, _SAMPLES[1]), (1, _SAMPLES[2]), (_SAMPLES[1],), (_SAMPLES[2],)]
     exact = [2 * n for c in configs if (n := positive_int(c, "max_source_positions"))]
@@ -119,13 +119,8 @@ def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int
         "decoder_input_values": [*latents, *spectra[:1]],
         "input_features": [*spectra, *((1, t, n) for t in exact or _FRAMES[:1] for n in bands[:1])],
         "input_features_mask": masks,
-        "pixel_values": [
-            (channels, height, width),
-            (frames, channels, height, width),
-            (channels, 8 * height, 8 * width),
-            (2, channels, height, width),
-        ],
-        "pixel_values_videos": [(frames, channels, height, width)],
+        "pixel_values": [image, (frames, *image), (channels, 8 * height, 8 * width), (2, *image)],
+        "pixel_values_videos": [(frames, *image)],
         "bbox": [(length, 4, "ids"), (length, 4), (length, 8)],
         "latents": latents,
         "inputs": latents,
@@ -181,8 +176,6 @@ def first_that_runs(
 
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 _ALONG_TEXT = ("input_ids", *_TOKEN_TYPES)
-
-
 _NOT_LEARNED = -100  # the label that torch's cross entropy ignores
 
 
@@ -199,14 +192,13 @@ class Modality:
 
 MODALITIES = (
     Modality(
-        "image",
-        "pixel_values",
+        "image", "pixel_values",
         ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "im_patch_id"),
         "get_image_features",
     ),
     Modality("audio", "input_features", ("audio_token_id", "audio_token_index"), "get_audio_features", 3),
     Modality("video", "pixel_values_videos", ("video_token_id", "video_token_index"), "get_video_features", 2),
-)
+)  # fmt: skip
 
 
 def prompt_feed(
@@ -237,10 +229,9 @@ def prompt_feed(
 def together(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the feeds merged into one, if the model then reads parameters that it reads with none of them."""
     merged: dict[str, Any] = {}
-    for feed in feeds.values():
-        for name, value in feed.items():
-            joins = name in merged and name in _ALONG_TEXT
-            merged[name] = torch.cat([merged[name], value], dim=1) if joins else value
+    for name, value in (pair for feed in feeds.values() for pair in feed.items()):
+        joins = name in merged and name in _ALONG_TEXT
+        merged[name] = torch.cat([merged[name], value], dim=1) if joins else value
     merged_run = tried(model, merged, *feeds.values())
     return {"_".join(feeds): merged} if merged_run.failure is None and merged_run.used else {}
 
@@ -306,9 +297,8 @@ def _named(method: Callable[..., Any]) -> set[str]:
 def _features(output: Any) -> int:
     """Return the number of feature vectors: models return a tensor, nested lists, or an output with a pooled part."""
     for part in ("pooler_output", "deepstack_features", "last_hidden_state"):
-        part_output = getattr(output, part, None)
-        if part_output is not None:
-            return _features(part_output[0] if part == "deepstack_features" else part_output)
+        if (features := getattr(output, part, None)) is not None:
+            return _features(features[0] if part == "deepstack_features" else features)
     if isinstance(output, torch.Tensor):
         return output.numel() // output.shape[-1]
     if isinstance(output, list | tuple) and output:

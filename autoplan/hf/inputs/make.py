@@ -42,6 +42,7 @@ _SAMPLES, _FRAMES = 4000, 128
 _TINY = 256  # rows of a vocabulary
 _PICTURE = ("pixel_values",)
 _AUDIO = ("input_features", "input_values", "audio_values")
+_STATES = ("encoder_outputs", "encoder_hidden_states", "cross_attention_states")
 
 
 def make_feeds(
@@ -51,15 +52,12 @@ def make_feeds(
     maker = _Maker(model, config, model_type, batch, length, seed)
     main = maker.main_feed()
     if any(maker.requires(name) and name not in main for name in maker.parameters):
-        inputs = (
-            maker.tower_alone() or maker.another_way(main) or derive(model, batch, length, seed)
-        )  # its error names what fails
+        inputs = maker.tower_alone() or maker.another_way(main)
+        inputs = inputs or derive(model, batch, length, seed)  # its error names what fails
         return {"forward": {**inputs, **maker.without_cache()}}, []
     if not main:
-        raise CaptureError(
-            f"cannot make inputs for {type(model).__name__}: its main input is {maker.main!r}",
-            hint="pass inputs={argument: tensor} for its forward",
-        )
+        text = f"cannot make inputs for {type(model).__name__}: its main input is {maker.main!r}"
+        raise CaptureError(text, hint="pass inputs={argument: tensor} for its forward")
     main = maker.with_what_text_needs(main) if "input_ids" in main else maker.as_it_runs(main)
     name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
     feeds, notes = {name: main}, []
@@ -70,7 +68,9 @@ def make_feeds(
             notes.append(f"no feed with {modality.argument}: {error.message}; pass one in inputs= to cover it")
     if {"image", "audio"} <= feeds.keys():
         feeds |= together(model, {kind: feeds[kind] for kind in ("image", "audio")})
-    argument = maker.states_argument() if name == "text" else None
+    # A lone decoder's argument for an encoder's states; whether it reads them shows in a run
+    lone = name == "text" and not maker.takes("decoder_input_ids")
+    argument = next((states for states in _STATES if lone and maker.takes(states)), None)
     if argument is not None:
         crossed = {**main, argument: maker.encoded()}
         with_states = tried(model, crossed, main)
@@ -99,23 +99,16 @@ class _Maker:
         return name in self.parameters
 
     def requires(self, name: str) -> bool:
-        if not self.takes(name) or self.parameters[name].kind in (
-            inspect.Parameter.VAR_KEYWORD,
-            inspect.Parameter.VAR_POSITIONAL,
-        ):
-            return False
-        return self.parameters[name].default is inspect.Parameter.empty
+        p = self.parameters.get(name)
+        return p is not None and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty
 
     def ids(self, length: int | None = None) -> torch.Tensor:
         """Return ordinary tokens: below the size of every vocabulary, and not special."""
         vocab = getattr(self.config.get_text_config(), "vocab_size", None)
         special: set[int] = set()
-        for config in self.configs:
-            for name, value in vars(config).items():
-                if is_token_id(name):
-                    special.update(
-                        [value] if isinstance(value, int) else (x for x in value or () if isinstance(x, int))
-                    )
+        for name, value in (pair for config in self.configs for pair in vars(config).items()):
+            if is_token_id(name):
+                special.update([value] if isinstance(value, int) else (x for x in value or () if isinstance(x, int)))
         tiny = isinstance(vocab, int) and vocab <= _TINY  # a clone's: ids must reach each rank's rows of the table
         top = min(vocab, vocab if tiny else 100) if isinstance(vocab, int) else 100
         allowed = [i for i in range(min(20, top // (16 if tiny else 2)), top) if i not in special] or list(range(top))
@@ -161,9 +154,8 @@ class _Maker:
 
     def as_it_runs(self, main: dict[str, Any]) -> dict[str, Any]:
         """Return the feed, or one with images and sounds of other usual shapes if the model does not run on it."""
-        if not any(name in main for name in NAMES) or failure_of(self.model, main) is None:
-            return main
-        return self.another_way(main) or main
+        runs = not any(name in main for name in NAMES) or failure_of(self.model, main) is None
+        return main if runs else self.another_way(main) or main
 
     def another_way(self, main: dict[str, Any]) -> dict[str, Any] | None:
         """Return the feed with other shapes or more arguments such that the model runs; None if there is none."""
@@ -175,28 +167,18 @@ class _Maker:
     def from_rules(self) -> dict[str, Any]:
         """Return the arguments that the type's rule file describes."""
         variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        result = {}
-        for name, rule in type_rules(self.model_type).inputs.items():
-            if rule.get("drop") or not (self.takes(name) or variable):
-                continue
-            result[name] = self.draw.described(rule, self.known())
-        return result
+        rules = type_rules(self.model_type).inputs.items()
+        return self.described({n: r for n, r in rules if not r.get("drop") and (self.takes(n) or variable)})
 
-    def known(self) -> dict[str, Any]:
-        return {"batch": self.batch, "length": self.length, "config": self.config, "model": self.model}
+    def described(self, rules: Mapping[str, Any]) -> dict[str, Any]:
+        known = {"batch": self.batch, "length": self.length, "config": self.config, "model": self.model}
+        return {name: self.draw.described(rule, known) for name, rule in rules.items()}
 
     def sound(self, name: str = "") -> torch.Tensor:
         """Return a spectrogram or a waveform."""
         if (name or self.main) != "input_features":
             return self.draw.normal((self.batch, _SAMPLES))
         return self.draw.normal((self.batch, _FRAMES, bands_of(self.configs)[0]))
-
-    def states_argument(self) -> str | None:
-        """Return a lone decoder's argument for an encoder's states; whether it reads them shows in a run."""
-        if self.takes("decoder_input_ids"):
-            return None
-        names = ("encoder_outputs", "encoder_hidden_states", "cross_attention_states")
-        return next((name for name in names if self.takes(name)), None)
 
     def encoded(self) -> torch.Tensor:
         """Return an encoder's output, of a sequence that differs from the text in length."""
@@ -226,7 +208,7 @@ class _Maker:
         """Yield inputs for the tower: as the type's rule file says, else guesses."""
         described = type_rules(self.model_type).prompts.get(feed)
         if described is not None:
-            yield {name: self.draw.described(rule, self.known()) for name, rule in described.items()}
+            yield self.described(described)
         elif modality.name == "image":
             vision = next((c for c in self.configs if hasattr(c, "patch_size")), self.config)
             yield from pictures(self.config, vision, self.takes, self.draw, self.batch)
@@ -237,7 +219,7 @@ class _Maker:
         """Return inputs for a submodule called alone: from the type's rule file, or images for a vision tower."""
         for path, described in type_rules(self.model_type).parts.items():
             if f".{name}".endswith(f".{path}"):
-                return {argument: self.draw.described(rule, self.known()) for argument, rule in described.items()}
+                return self.described(described)
         config = getattr(part, "config", None)
         if not isinstance(config, PretrainedConfig) or config is self.config:
             return None
@@ -321,13 +303,10 @@ def users_feeds(inputs: Mapping[str, Any], arguments: Collection[str] = ()) -> d
     A feed with the key "@module" calls that submodule in place of the model (`capture/called.py`).
     """
     if not isinstance(inputs, Mapping) or not inputs:
-        raise CaptureError(
-            f"inputs= is {'empty' if isinstance(inputs, Mapping) else type(inputs).__name__}",
-            hint="pass {argument: tensor}, or {feed name: {argument: tensor}}",
-        )
-    wrong = [name for name in inputs if not isinstance(name, str)]
-    if wrong:
-        raise CaptureError(f"inputs= has the key {wrong[0]!r}", hint="keys are names of forward's arguments")
+        hint = "pass {argument: tensor}, or {feed name: {argument: tensor}}"
+        raise CaptureError(f"inputs= is {'empty' if isinstance(inputs, Mapping) else type(inputs).__name__}", hint=hint)
+    for wrong in (name for name in inputs if not isinstance(name, str)):
+        raise CaptureError(f"inputs= has the key {wrong!r}", hint="keys are names of forward's arguments")
     if all(isinstance(value, Mapping) for value in inputs.values()) and not all(name in arguments for name in inputs):
         return {feed: dict(keywords) for feed, keywords in inputs.items()}
     return {"forward": dict(inputs)}

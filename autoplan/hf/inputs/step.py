@@ -38,11 +38,9 @@ def size_of(inputs: Mapping[str, Any]) -> tuple[int, int]:
 def resized(inputs: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
     """Return the same arguments for `batch` rows of `length` tokens, as far as they have such dims."""
     rows, tokens = size_of(inputs)
-    if (rows, tokens) in ((batch, length), (batch, 0)):
-        return dict(inputs)
-    changed = dict(inputs)
+    changed, fits = dict(inputs), (rows, tokens) in ((batch, length), (batch, 0))
     for name, value in inputs.items():
-        if not isinstance(value, torch.Tensor):
+        if fits or not isinstance(value, torch.Tensor):
             continue
         all_dims = not value.is_floating_point() or (value.dim() == 4 and tuple(value.shape[-2:]) == (tokens, tokens))
         has_rows = value.dim() > 0 and value.shape[0] == rows
@@ -80,11 +78,8 @@ def check_positions(name: str, module: nn.Module, length: int) -> int:
             if not isinstance(rows, int) or isinstance(rows, bool):
                 continue
             named = max(named, rows)
-            if (
-                rows < length
-                and rows != getattr(config, "vocab_size", None)
-                and not tables.isdisjoint(range(rows, rows + _BEFORE_THE_FIRST + 1))
-            ):
+            learned = not tables.isdisjoint(range(rows, rows + _BEFORE_THE_FIRST + 1))
+            if learned and rows < length and rows != getattr(config, "vocab_size", None):
                 raise AutoplanError(
                     f"{name} has a table of {rows:,} positions ({field}), but the sequence has {length:,} tokens",
                     hint=f"ask for at most {rows:,} (--sequence), or pass a config with more positions",

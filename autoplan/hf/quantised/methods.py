@@ -20,15 +20,11 @@ _LINEAR = "Linear"
 def compressed_tensors(data: Mapping[str, Any]) -> Method:
     """Read a config of compressed-tensors. A checkpoint that is not compressed holds plain weights, and is refused."""
     if data.get("quantization_status", "compressed") != "compressed":
-        raise SourceError(
-            f"compressed-tensors with quantization_status {data['quantization_status']!r} stores weights unquantised",
-            hint="compress the checkpoint, or delete its quantization_config",
-        )
+        text = f"compressed-tensors with quantization_status {data['quantization_status']!r} stores weights unquantised"
+        raise SourceError(text, hint="compress the checkpoint, or delete its quantization_config")
     if (data.get("sparsity_config") or {}).get("format", "dense") not in ("dense", None):
-        raise SourceError(
-            f"compressed-tensors in the sparse format {data['sparsity_config']['format']!r} is not supported",
-            hint="dense formats are",
-        )
+        text = f"compressed-tensors in the sparse format {data['sparsity_config']['format']!r} is not supported"
+        raise SourceError(text, hint="dense formats are")
     groups = []
     for entry in data["config_groups"].values():
         targets = tuple(str(target) for target in entry.get("targets") or (_LINEAR,))
@@ -47,9 +43,8 @@ def _compressed_scheme(said: Mapping[str, Any], given: str | None) -> Scheme:
     strategy = str(getattr(weights.get("strategy"), "value", weights.get("strategy")))
     format = given or ("pack-quantized" if bits == 4 and kind == "int" else "naive-quantized")
     if format not in _KNOWN:
-        raise SourceError(
-            f"compressed-tensors in the format {format!r} is not supported", hint=f"supported: {', '.join(_KNOWN)}"
-        )
+        text = f"compressed-tensors in the format {format!r} is not supported"
+        raise SourceError(text, hint=f"supported: {', '.join(_KNOWN)}")
     if format == "nvfp4-pack-quantized":
         return _of(format, activations=bool(inputs))
     if format == "mxfp4-pack-quantized":
@@ -60,14 +55,8 @@ def _compressed_scheme(said: Mapping[str, Any], given: str | None) -> Scheme:
         ordered = bool(weights.get("actorder")) and str(weights.get("actorder")) != "static" and columns > 0
         form = "groups in order of activation" if ordered else "groups in order"
         return _of(form, bits=bits, pack=32 // bits, columns=columns, zero_points=zero, scale=scale)
-    dtype = "float8_e4m3fn" if kind == "float" else "int8"
-    values: dict[str, Any] = {
-        "dtype": dtype,
-        "scale": scale,
-        "static": static,
-        "zero_points": zero,
-        "strategy": strategy,
-    }
+    values: dict[str, Any] = {"scale": scale, "static": static, "zero_points": zero, "strategy": strategy}
+    values["dtype"] = "float8_e4m3fn" if kind == "float" else "int8"
     if strategy == "tensor":
         return _of("one scale", **values)
     return _of("scales", rows=rows, columns=columns, **values)
@@ -98,10 +87,8 @@ def torchao(data: Mapping[str, Any]) -> Method:
     """Read a config of torchao, a dict {"_type", "_data"} under "default"."""
     configuration = data["quant_type"]
     if isinstance(configuration, str):
-        raise SourceError(
-            f"torchao's quantization type {configuration!r} is only a name, which newer versions do not read",
-            hint="save the checkpoint again with a configuration object",
-        )
+        text = f"torchao's quantization type {configuration!r} is only a name, which newer versions do not read"
+        raise SourceError(text, hint="save the checkpoint again with a configuration object")
     configuration = configuration.get("default", configuration)
     skipped = tuple(map(str, data.get("modules_to_not_convert") or ()))
     groups: list[Group] = []
@@ -125,10 +112,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
         packing = fields.get("int4_packing_format") or "plain"
         packing = str(packing["_data"] if isinstance(packing, Mapping) else packing).lower().rpartition(".")[2]
         if packing != "plain":
-            raise SourceError(
-                f"torchao's int4 in the packing {packing!r} is not supported",
-                hint="a packing for one device's kernel cannot be sharded; save the checkpoint in the plain packing",
-            )
+            hint = "a packing for one device's kernel cannot be sharded; save the checkpoint in the plain packing"
+            raise SourceError(f"torchao's int4 in the packing {packing!r} is not supported", hint=hint)
         return scheme_of("torchao", "int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
     if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
         rows, columns = _scaled(fields.get("granularity"), int(fields.get("group_size") or 0))
@@ -136,10 +121,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
     if kind in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
         packing = str(fields.get("intx_packing_format") or "unpacked_to_int8").lower()
         if "unpacked_to_int8" not in packing:
-            raise SourceError(
-                f"torchao's {kind} in the packing {packing!r} is not supported",
-                hint="a packing for one device's kernel cannot be sharded; save the checkpoint unpacked to int8",
-            )
+            hint = "a packing for one device's kernel cannot be sharded; save the checkpoint unpacked to int8"
+            raise SourceError(f"torchao's {kind} in the packing {packing!r} is not supported", hint=hint)
         said_of = fields.get("weight_granularity") or fields.get("granularity")
         rows, columns = _scaled(said_of, 0 if kind == "IntxWeightOnlyConfig" else 32)
         return _integers(rows, columns, "bfloat16")
@@ -147,10 +130,8 @@ def _torchao_scheme(said: Mapping[str, Any]) -> Scheme:
         per_tensor = "PerTensor" in str(fields.get("granularity"))
         rows = 0 if per_tensor and kind.startswith("Float8Dynamic") else 1
         return scheme_of("torchao", "plain", dtype="float8_e4m3fn", scale="float32", rows=rows, columns=0)
-    raise SourceError(
-        f"torchao's {kind} is not supported",
-        hint="supported: Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8",
-    )
+    hint = "supported: Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8"
+    raise SourceError(f"torchao's {kind} is not supported", hint=hint)
 
 
 def _integers(rows: int, columns: int, scale: str) -> Scheme:
@@ -185,35 +166,26 @@ _BNB_BLOCK = 64
 
 def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
     """Return, as plain data, the first `quantization_config` of a config or of those inside it."""
-    for config in configs:
-        quantisation = getattr(config, "quantization_config", None)
-        if quantisation is not None:
-            data = dict(quantisation) if isinstance(quantisation, Mapping) else quantisation.to_dict()
-            return data or None
-    return None
+    settings = (getattr(config, "quantization_config", None) for config in configs)
+    first: Any = next((one for one in settings if one is not None), {})
+    return (dict(first) if isinstance(first, Mapping) else first.to_dict()) or None
 
 
 def method_of(data: Mapping[str, Any]) -> Method:
     """Return the method of a `quantization_config`. Raise SourceError, by name, for one that is not described."""
     # Older bitsandbytes configs do not say their method
-    name = str(
-        getattr(data.get("quant_method"), "value", data.get("quant_method"))
-        or ("bitsandbytes" if data.get("load_in_4bit") or data.get("load_in_8bit") else "")
-    )
+    usual = "bitsandbytes" if data.get("load_in_4bit") or data.get("load_in_8bit") else ""
+    name = str(getattr(data.get("quant_method"), "value", data.get("quant_method")) or usual)
     if name not in _METHODS:
-        raise SourceError(
-            f"quantization method {name!r} is not supported",
-            hint=f"supported: {', '.join(_METHODS)}; without `quantization_config` the model is planned dequantised",
-        )
+        hint = f"supported: {', '.join(_METHODS)}; without `quantization_config` the model is planned dequantised"
+        raise SourceError(f"quantization method {name!r} is not supported", hint=hint)
     try:
         return _METHODS[name](data)
     except SourceError:
         raise
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise SourceError(
-            f"the quantization_config of method {name!r} cannot be read: {type(error).__name__}: {error}",
-            hint="compare it with that of a checkpoint of the same method",
-        ) from error
+        text = f"the quantization_config of method {name!r} cannot be read: {type(error).__name__}: {error}"
+        raise SourceError(text, hint="compare it with that of a checkpoint of the same method") from error
 
 
 # float8
@@ -254,8 +226,7 @@ def _awq(data: Mapping[str, Any]) -> Method:
     if layout != "gemm":
         raise SourceError(f"AWQ checkpoints of version {layout!r} are not supported", hint="version 'gemm' is")
     scheme = scheme_of("awq", bits=bits, group=group, pack=32 // bits)
-    skipped = _names(data.get("modules_to_not_convert"))
-    return Method("awq", (Group(scheme),), skipped, default_skips=True)
+    return Method("awq", (Group(scheme),), _names(data.get("modules_to_not_convert")), default_skips=True)
 
 
 def _gptq(data: Mapping[str, Any]) -> Method:
@@ -267,12 +238,10 @@ def _gptq(data: Mapping[str, Any]) -> Method:
         one_more = str(said.get("checkpoint_format", "gptq")).lower() != "gptq_v2"
         return scheme_of("gptq", form, bits=bits, group=group, pack=pack, words=words, one_more=one_more)
 
-    own = tuple(
-        Group(scheme({**data, **said}), names=(f"re:{pattern.removeprefix('+:')}",))
-        for pattern, said in (data.get("dynamic") or {}).items()
-        if not pattern.startswith("-:")
-    )
-    skipped = tuple(f"re:{key[2:]}" for key in data.get("dynamic") or {} if key.startswith("-:"))
+    dynamic = data.get("dynamic") or {}
+    kept = {f"re:{key.removeprefix('+:')}": said for key, said in dynamic.items() if not key.startswith("-:")}
+    own = tuple(Group(scheme({**data, **said}), names=(pattern,)) for pattern, said in kept.items())
+    skipped = tuple(f"re:{key[2:]}" for key in dynamic if key.startswith("-:"))
     inside = data.get("modules_in_block_to_quantize")
     only = tuple(name for names in inside for name in ([names] if isinstance(names, str) else names)) if inside else ()
     blocks = data.get("block_name_to_quantize")
@@ -289,9 +258,8 @@ def _auto_round(data: Mapping[str, Any]) -> Method:
         return _awq({**data, "version": "gemm"})
     if "gptq" in packing or packing in ("auto_round", "auto_round:gptqmodel"):
         return _gptq(data)
-    raise SourceError(
-        f"auto-round checkpoints packed as {packing!r} are not supported", hint="the layouts of GPTQ and AWQ are"
-    )
+    text = f"auto-round checkpoints packed as {packing!r} are not supported"
+    raise SourceError(text, hint="the layouts of GPTQ and AWQ are")
 
 
 def _bitsandbytes(data: Mapping[str, Any]) -> Method:

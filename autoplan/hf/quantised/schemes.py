@@ -188,10 +188,8 @@ def _name(said: str, plain: Plain) -> str:
 
 
 def _dim(said: str | int, plain: Plain, values: Values) -> PackedDim:
-    if isinstance(said, int):
-        return PackedDim(said)
-    if said == "segments":
-        return PackedDim(max(1, len(plain.segments)))
+    if isinstance(said, int) or said == "segments":
+        return PackedDim(said if isinstance(said, int) else max(1, len(plain.segments)))
     text = said.format_map(dict(values))
     match = _DIM.fullmatch(text)
     assert match is not None, f"rules/quantised: {text!r} is no dim"

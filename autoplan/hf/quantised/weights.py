@@ -18,7 +18,7 @@ from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.torch_internals import own_parameters
 from autoplan.hf.own_sharding import from_config
 from autoplan.hf.quantised.methods import method_of, quantization_config_of
-from autoplan.hf.quantised.schemes import Method, Plain, announced, named, packed_weight, plain_shape
+from autoplan.hf.quantised.schemes import Group, Method, Plain, announced, named, packed_weight, plain_shape
 from autoplan.hf.shrink import all_configs
 from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
 
@@ -87,32 +87,31 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
             names = (path, *(f"{path}.{expert}" for expert in _EXPERTS if plain.stacked))
             if id(parameter) in seen or any(named(pattern, name) for pattern in skipped for name in names):
                 continue
-            if blocks and not any(path.startswith(f"{block}.") for block in blocks):
+            if blocks and not path.startswith(tuple(f"{block}." for block in blocks)):
                 continue
-            if method.only and not any(path.endswith(f".{suffix}") for suffix in method.only):
+            if method.only and not path.endswith(tuple(f".{suffix}" for suffix in method.only)):
                 continue
-            if method.unbiased and not (
-                own_parameters(module).get("bias") is None and all(size % method.unbiased == 0 for size in plain.shape)
-            ):
+            biased = own_parameters(module).get("bias") is not None
+            if method.unbiased and (biased or any(size % method.unbiased for size in plain.shape)):
                 continue
-            fitting = (
-                group
-                for group in method.groups
-                if not group.names or any(named(pattern, name) for pattern in group.names for name in names)
-            )
-            group = next(fitting, None)
+            group = _group_of(method, *names)
             scheme = None if group is None else group.of(plain.stacked)
             if scheme is not None:
                 seen.add(id(parameter))
                 yield plain, scheme
 
 
+def _group_of(method: Method, *names: str) -> Group | None:
+    """Return the first group that a module of one of these names is in."""
+    fits = (g for g in method.groups if not g.names or any(named(p, name) for p in g.names for name in names))
+    return next(fits, None)
+
+
 def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Parameter]]:
     own = own_parameters(module)
-    if isinstance(module, nn.Linear) and own.get("weight") is not None:
-        yield Plain(f"{path}.weight", tuple(own["weight"].shape)), own["weight"]
-    elif type(module).__name__ == "Conv1D" and own.get("weight") is not None:
-        yield Plain(f"{path}.weight", tuple(own["weight"].shape), transposed=True), own["weight"]
+    turned = type(module).__name__ == "Conv1D"
+    if (turned or isinstance(module, nn.Linear)) and own.get("weight") is not None:
+        yield Plain(f"{path}.weight", tuple(own["weight"].shape), transposed=turned), own["weight"]
     elif path.endswith("experts"):
         transposed, concatenated = is_transposed(module), bool(getattr(module, "is_concatenated", True))
         for name, parameter in own.items():
@@ -148,7 +147,7 @@ def _renamed(model: Any, name: str) -> str:
 def _blocks(model: nn.Module, method: Method) -> tuple[str, ...]:
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     wanted = method.within or tuple(path for path in _BLOCKS if path in lists)[:1]
-    blocks = tuple(path for path in lists if any(path == suffix or path.endswith(f".{suffix}") for suffix in wanted))
+    blocks = tuple(path for path in lists if f".{path}".endswith(tuple(f".{suffix}" for suffix in wanted)))
     return blocks or tuple(sorted(lists))
 
 
@@ -170,10 +169,8 @@ def stored_weights(
     if data is None:
         odd = next((key for key, _, _ in announced(keys)), None)
         if odd is not None:
-            raise SourceError(
-                f"{folder} holds quantised weights ({odd}), but its config.json has no quantization_config",
-                hint="fetch the config.json that belongs to these files",
-            )
+            text = f"{folder} holds quantised weights ({odd}), but its config.json has no quantization_config"
+            raise SourceError(text, hint="fetch the config.json that belongs to these files")
         return ()
     method = method_of(data)
     weights = tuple(_checkpoint_weights(folder, method, keys, shape, read))
@@ -207,9 +204,8 @@ def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
 def _quantization_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
-        raise SourceError(
-            f"{folder} has no config.json, which describes how its weights are quantised", hint="copy it there"
-        )
+        hint = "copy it there"
+        raise SourceError(f"{folder} has no config.json, which describes how its weights are quantised", hint=hint)
     config = read_plain(path, NotPlain(error=SourceError, hint="fetch it again"), notation="json")
     if not isinstance(config, dict):
         raise SourceError(f"{path} holds a {type(config).__name__}, not a mapping", hint="fetch it again")
@@ -231,8 +227,7 @@ def _checkpoint_weights(
         for key, owner, parameter in announced(keys, scheme):
             stacked = parameter != "weight"
             # Experts stored one by one have the scheme of stacks, if there is one.
-            fitting = (g for g in method.groups if not g.names or any(named(pattern, owner) for pattern in g.names))
-            group, expert = next(fitting, None), not stacked and _EXPERT.search(owner) is not None
+            group, expert = _group_of(method, owner), not stacked and _EXPERT.search(owner) is not None
             own = None if group is None else (group.of(True) or group.of(False)) if expert else group.of(stacked)
             if own == scheme:
                 plain = _plain(f"{owner}.{parameter}", scheme, stacked, present, shape, read)
@@ -247,10 +242,8 @@ def _plain(
         state_data = json.loads(bytes(read(state).tolist()).decode("utf-8"))
         return Plain(name, tuple(state_data["shape"]))
     if packed_weight(Plain(name, (1, 1)), scheme).is_flat:
-        raise SourceError(
-            f"{name} is stored as {scheme.title} in one dimension, but {name}.quant_state… with its shape is missing",
-            hint="complete the download, or save the checkpoint again with its package",
-        )
+        text = f"{name} is stored as {scheme.title} in one dimension, but {name}.quant_state… with its shape is missing"
+        raise SourceError(text, hint="complete the download, or save the checkpoint again with its package")
     sizes, transposed = plain_shape(name, scheme, stacked, lambda own: shape(f"{name.rpartition('.')[0]}.{own}"))
     return Plain(name, sizes, transposed)
 
@@ -263,10 +256,8 @@ def _checked(folder: Path, weight: PackedWeight, key: str, known: set[str], shap
         if own not in known:
             if tensor.name.endswith(_OPTIONAL):
                 continue
-            raise SourceError(
-                f"{folder}: {key} belongs to a weight stored as {weight.scheme.title}, but {own} is missing",
-                hint="complete the download, or fetch the config.json that belongs to these files",
-            )
+            text = f"{folder}: {key} belongs to a weight stored as {weight.scheme.title}, but {own} is missing"
+            raise SourceError(text, hint="complete the download, or fetch the config.json that belongs to these files")
         actual = shape(own)
         if actual != tensor.shape and not (prod(actual) == prod(tensor.shape) == 1):
             raise SourceError(

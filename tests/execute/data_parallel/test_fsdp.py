@@ -31,7 +31,7 @@ SLOW_FAMILIES = ("falcon", "mixtral", "nemotron_h", "deepseek_v3", "t5", "llava"
 def assert_trains_exactly(kind: str, mesh: str, **how: Any) -> None:
     sizes = parse_mesh(mesh)
     made = clone(kind)
-    findings, done = check_training(made.model, made.feeds, made.others, plan_of(kind, sizes.tp_size), sizes, **how)
+    findings, done = check_training(made.model, made.feeds, made.others, plan_of(kind, sizes.size("tp")), sizes, **how)
     assert not findings, findings
     assert done == ("training", "training with checkpointing")
 

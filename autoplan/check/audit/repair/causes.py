@@ -40,16 +40,13 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
         inside = {pattern.rpartition(".")[0] for pattern in patterns} - {""}
         shared = [
             finding
-            for finding in findings
-            if finding.level == "error"
-            and finding.check in _WHOLE_PART
-            and any(is_under(home, starred(place)) for place in finding.about for home in (*inside, *patterns))
+            for finding in (f for f in findings if f.level == "error" and f.check in _WHOLE_PART)
+            if any(is_under(home, starred(place)) for place in finding.about for home in (*inside, *patterns))
         ]
         obstacle = next((change.obstacle for change in group if change.obstacle), "")
         if not shared and obstacle:
-            shared = [
-                Finding("pairing", "error", "", f"{obstacle}, which no style can do", proof=_proof(findings, repair))
-            ]
+            text = f"{obstacle}, which no style can do"
+            shared = [Finding("pairing", "error", "", text, proof=_proof(findings, repair))]
         if len(group) > 1 and shared and all(_gives_up(change, repair) for change in group):
             first = min(shared, key=lambda finding: _SURE.index(finding.check))
             causes.append(_for_all(repair, group, [f for f in shared if f.check == first.check]))
@@ -60,15 +57,13 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
                 home = change.patterns[0].rpartition(".")[0]
                 values = [repr(repair.dialect.key_of(value)) for value in (change.old, change.new)]
                 alike.setdefault((cause.check, home, *values, repr(change.renames)), []).append(cause)
-            causes += [_as_one(several) for several in alike.values()]
+            for several in alike.values():  # the same mistake in several rows
+                places = tuple(place for cause in several for place in cause.about)
+                hint, size = "; ".join(dict.fromkeys(c.hint for c in several)), sum(c.bytes for c in several)
+                causes.append(replace(several[0], where=few(places), places=places, hint=hint, bytes=size))
     rest = []
-    renamed = {
-        key
-        for group in repair.changes
-        for change in group
-        if change.renames is not None
-        for key in ([change.renames] if isinstance(change.renames, str) else change.renames)
-    }
+    names = (change.renames for group in repair.changes for change in group if change.renames is not None)
+    renamed = {key for name in names for key in ([name] if isinstance(name, str) else name)}
     replaced = {(cause.check, cause.message) for cause in causes}
     for finding in findings:
         if (finding.check, finding.message) in replaced:
@@ -79,13 +74,6 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
             finding = replace(finding, kind="follows")
         rest.append(finding)
     return (*causes, *rest)
-
-
-def _as_one(causes: Sequence[Finding]) -> Finding:
-    """The same mistake in several rows."""
-    places = tuple(place for cause in causes for place in cause.about)
-    hint = "; ".join(dict.fromkeys(cause.hint for cause in causes))
-    return replace(causes[0], where=few(places), places=places, hint=hint, bytes=sum(cause.bytes for cause in causes))
 
 
 def _gives_up(change: Change, repair: Repair) -> bool:
@@ -104,12 +92,9 @@ def _reason(findings: Iterable[Finding], change: Change) -> Finding | None:
 
 
 def _is_about(finding: Finding, change: Change) -> bool:
-    return any(
-        place == change.key
-        or any(is_under(place, name) for name in change.names)
-        or any(is_under(pattern, starred(place)) for pattern in map(starred, change.patterns))
-        for place in finding.about
-    )
+    inside = (is_under(place, name) for place in finding.about for name in change.names)
+    around = (is_under(starred(p), starred(place)) for place in finding.about for p in change.patterns)
+    return change.key in finding.about or any(inside) or any(around)
 
 
 def _for_all(repair: Repair, group: Sequence[Change], reasons: Sequence[Finding]) -> Finding:
@@ -132,12 +117,10 @@ def _cause(
         places = (key, *change.patterns)
     elif (local := _as_local_or_not(change)) or not message:
         check, message = ("edges", local) if local else _told(repair, change)
-    proof = (reason.proof if reason is not None else "") or subject.proof(
-        [*change.names, *(f"{name}.weight" for name in change.names)]
-    )
+    proof, size = (reason.proof, reason.bytes) if reason is not None else ("", 0)
+    proof = proof or subject.proof([*change.names, *(f"{name}.weight" for name in change.names)])
     proof = proof or _proof(findings, repair)
     level: Level = "error" if subject.is_wrong or repair.proof or reason is not None else "warn"
-    size = reason.bytes if reason is not None else 0
     return Finding(check, level, few(places), message, _fix(repair, change), size, proof, places=places)
 
 
@@ -178,11 +161,8 @@ def _fix(repair: Repair, change: Change) -> str:
     """Return what to write, in the dialect's words. The plan that has it passed its audit."""
     if change.new is None or change.covered:
         key = change.key if isinstance(change.key, str) else few(change.patterns)
-        return (
-            f"remove {key!r}"
-            if set(change.names) >= set(repair.names_of(change.key))
-            else f"remove {few(change.patterns)} from {key!r}"
-        )
+        every = set(change.names) >= set(repair.names_of(change.key))
+        return f"remove {key!r}" if every else f"remove {few(change.patterns)} from {key!r}"
     rows = ", ".join(repair.dialect.row(pattern, change.new) for pattern in change.patterns[:3])
     if change.renames is not None:
         return f"replace {change.renames!r} by {rows}" if isinstance(change.renames, str) else f"write {rows}"
@@ -225,18 +205,14 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
         mine_rule, its_rule = (best_match(p.runtime.parameters, name) for p in (plan, other))
         rows = [None if rule is None else row_text(replace(rule, pattern="")) for rule in (mine_rule, its_rule)]
         if rows[0] != rows[1] and name.rpartition(".")[0] not in by_entry:
-            cuts = [
-                "whole" if rule is None or rule.dim is None else f"dim {rule.dim}: {rule.layout}"
-                for rule in (mine_rule, its_rule)
-            ]
-            says, must = cuts if cuts[0] != cuts[1] else (str(row) for row in rows)
+            dims = [(None, "") if rule is None else (rule.dim, rule.layout) for rule in (mine_rule, its_rule)]
+            cuts = ["whole" if dim is None else f"dim {dim}: {layout}" for dim, layout in dims]
+            says, must = cuts if cuts[0] != cuts[1] else map(str, rows)
             fix = "remove it" if its_rule is None else f"{'add' if mine_rule is None else 'write'} {row_text(its_rule)}"
             apart[name] = Difference(f"the plan shards it as {says}, but the model requires {must}", fix)
     for name in subject.modules:
-        done, needed = (
-            Counter(row_text(row) for row in p.runtime.instructions if matches(row.pattern, name))
-            for p in (plan, other)
-        )
+        near = ([row for row in p.runtime.instructions if matches(row.pattern, name)] for p in (plan, other))
+        done, needed = (Counter(map(row_text, rows)) for rows in near)
         extra, missing = sorted((done - needed).elements()), sorted((needed - done).elements())
         if (extra or missing) and name not in by_entry:
             again = [f"it has {text}" + (" twice" if text in needed else "") for text in extra[:1]]
@@ -262,8 +238,7 @@ def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan)
     for difference, names in groups.items():
         existing = [name for name in names if name in subject.modules or name in subject.parameters]
         places, proof = subject.patterns(existing) or tuple(names), subject.proof(names)
-        causes.append(
-            Finding("runtime", "error", few(places), difference.text, difference.fix, 0, proof, places=places)
-        )
+        said = difference.text, difference.fix
+        causes.append(Finding("runtime", "error", few(places), *said, 0, proof, places=places))
     rest = [replace(f, kind="follows", hint="") if f.level == "error" and not f.is_consequence else f for f in findings]
     return (*causes, *rest)

@@ -82,16 +82,11 @@ def parts_of(subject: Audited, right: Plan, dialect: Dialect) -> tuple[Part, ...
         if values or starred(place) in ways:
             groups.setdefault((starred(place), signature), []).append(place)
     obstacles = {starred(part.container): _obstacle(part) for part in exported}
-    parts = [
-        Part(
-            container,
-            tuple(places),
-            {starred(name): value for name, value in styles[places[0]].items()},
-            (*ways.get(container, ()), {}),
-            obstacles.get(container, ""),
-        )
-        for (container, _), places in groups.items()
-    ]
+    parts = []
+    for (container, _), places in groups.items():
+        says = {starred(name): value for name, value in styles[places[0]].items()}
+        written = (*ways.get(container, ()), {})
+        parts.append(Part(container, tuple(places), says, written, obstacles.get(container, "")))
     return _joined(parts, subject, right, dialect)
 
 
@@ -175,10 +170,8 @@ def _ways(subject: Audited, plan: Plan, part: expressible.Part, dialect: Dialect
         styles = plain
     if {**styles, **summed} != styles:
         yield from _said({**styles, **summed}, stars, dialect)
-    gathered = {
-        starred(e.pattern): "rowwise_split_input" if e.style.startswith("rowwise") else "colwise_gather_output"
-        for e in part.gathered
-    }
+    by_kind = {True: "rowwise_split_input", False: "colwise_gather_output"}
+    gathered = {starred(e.pattern): by_kind[e.style.startswith("rowwise")] for e in part.gathered}
     yield from _said(gathered, stars, dialect)
 
 
@@ -198,12 +191,9 @@ def is_sequence_parallel(plan: ForeignPlan) -> bool:
 def _cuts_sequence(style: Any) -> bool:
     if _is_norm(style):
         return bool(style.sequence_sharding[0].dim == 1)  # a norm of heads is "cut" along these
-    for side in ("input_layouts", "output_layouts"):
-        layouts = getattr(style, side, None)
-        for layout in layouts if isinstance(layouts, tuple) else (layouts,):
-            if getattr(layout, "dim", None) == 1:
-                return True
-    return False
+    sides = (getattr(style, side, None) for side in ("input_layouts", "output_layouts"))
+    layouts = (layout for side in sides for layout in (side if isinstance(side, tuple) else (side,)))
+    return any(getattr(layout, "dim", None) == 1 for layout in layouts)
 
 
 def sequence_ways(
@@ -215,8 +205,8 @@ def sequence_ways(
 
     parts = expressible.parts_of(right)
     inner = {starred(part.container) for part in parts if part.kind != "end"}
-    columns = [starred(e.pattern) for p in parts if p.kind != "end" for e in p.entries if "colwise" in e.style]
-    rows = [starred(e.pattern) for p in parts if p.kind != "end" for e in p.entries if "rowwise" in e.style]
+    layers = [entry for part in parts if part.kind != "end" for entry in part.entries]
+    columns, rows = ([starred(e.pattern) for e in layers if kind in e.style] for kind in ("colwise", "rowwise"))
     ends = [entry for part in parts if part.kind == "end" for entry in part.entries]
     tables = [starred(e.pattern) for e in ends if e.style.startswith("embedding_rowwise")]
     heads = [starred(e.pattern) for e in ends if starred(e.pattern) not in tables]
@@ -225,11 +215,8 @@ def sequence_ways(
     marked = {name: style for name, style in marked.items() if name not in kept}  # rotary tables are not norms
     within = {name: style for name, style in whole.items() if _is_norm(style)}  # norms of heads
     classes = {type(subject.modules[name]).__name__ for name in subject.modules if starred(name) in marked}
-    norms = {
-        starred(name)
-        for name, module in subject.modules.items()
-        if type(module).__name__ in classes and not any(starred(name).startswith(f"{place}.") for place in inner)
-    }
+    norms = {starred(name) for name, module in subject.modules.items() if type(module).__name__ in classes}
+    norms = {name for name in norms if not name.startswith(tuple(f"{place}." for place in inner))}
     last = {name for name in norms if "*" not in name}
     kinds = {type(style): style for style in marked.values()}
     gathering = next((style for cls, style in kinds.items() if cls.__name__ != "SequenceParallel"), None)
@@ -243,9 +230,8 @@ def sequence_ways(
     if any(not getattr(says.get(name), "use_local_output", True) for name in (*tables, *rows)):
         streams = streams[1:]
     whole_head = {name: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()) for name in heads}
-    own_head = {
-        name: ColwiseParallel(input_layouts=Shard(1), output_layouts=out, use_local_output=local) for name in heads
-    }
+    own: dict[str, Any] = {"output_layouts": out, "use_local_output": local}
+    own_head = {name: ColwiseParallel(input_layouts=Shard(1), **own) for name in heads}
     plain = {name: SequenceParallel() for name in norms}
     bare = {name: ColwiseParallel() for name in columns}
     before = {name: _gathered_input(keyword) for name, keyword in _keywords(subject.extra["clone"], inner).items()}
@@ -281,9 +267,8 @@ def _gathered_input(keyword: str) -> Any:
 
     if not keyword:
         return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    return PrepareModuleInput(
-        input_kwarg_layouts={keyword: Shard(1)}, desired_input_kwarg_layouts={keyword: Replicate()}
-    )
+    cut, whole = {keyword: Shard(1)}, {keyword: Replicate()}
+    return PrepareModuleInput(input_kwarg_layouts=cut, desired_input_kwarg_layouts=whole)
 
 
 def _keywords(clone: Any, containers: Iterable[str]) -> dict[str, str]:

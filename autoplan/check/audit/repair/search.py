@@ -101,12 +101,9 @@ def needs_repair(subject: Audited, findings: Iterable[Finding]) -> bool:
     if any(finding.level == "error" or finding.check == "dead-keys" for finding in findings):
         return True
     clone = subject.extra.get("clone")
-    return clone is not None and any(
-        any(part.isdigit() for part in name.split(".")) and name not in {n for n, _ in clone.model.named_modules()}
-        for line in subject.plan.lines
-        for name in [line.pattern]
-        if "*" not in line.pattern
-    )
+    known = {name for name, _ in clone.model.named_modules()} if clone is not None else set()
+    single = {line.pattern for line in subject.plan.lines if "*" not in line.pattern and block_of(line.pattern)}
+    return clone is not None and not single <= known
 
 
 def repair(subject: Audited, source: Any) -> Repair | None:
@@ -137,11 +134,8 @@ def repair(subject: Audited, source: Any) -> Repair | None:
         if None in changes:
             continue
         once = {change.names: change for group in changes for change in reversed(group or ())}
-        groups = [
-            _as_written(own, rows, trials)
-            for group in changes
-            if (own := [change for change in group or () if once.get(change.names) is change])
-        ]
+        own = ([change for change in group or () if once.get(change.names) is change] for group in changes)
+        groups = [_as_written(group, rows, trials) for group in own if group]
         renamed = _renamed([change for group in groups for change in group], rows, subject)
         for more in [renamed, []] if renamed else [[]]:  # a key that matches nothing may have been meant for nothing
             if (corrected := _together([*tangled, *groups, *more], rows, trials)) is not None:
@@ -208,12 +202,11 @@ def _least(part: Part, trials: Trials, trusting: bool) -> tuple[Change, ...] | N
     changes = []
     for name, value in best:
         meant = tuple(full for full in part.names(name) if full in by_name)
-        if part.blocks:
-            meant = tuple(full for full in by_name if starred(full) == name and block_of(full) in part.blocks)
-            if not meant:  # another variant of its stack says the same
+        if part.blocks or part.container == "" and part.places == ("",):
+            alike = (full for full in by_name if starred(full) == name)
+            meant = tuple(full for full in alike if not part.blocks or block_of(full) in part.blocks)
+            if not meant and part.blocks:  # another variant of its stack says the same
                 continue
-        elif part.container == "" and part.places == ("",):
-            meant = tuple(full for full in by_name if starred(full) == name)
         patterns = patterns_of(trials.subject, meant)
         changes.append(Change(meant, patterns, says.get(name), value, obstacle=part.obstacle))
     order = {name: place for place, name in enumerate(by_name)}
@@ -224,8 +217,9 @@ def _needed(says: Mapping[str, Any], way: Mapping[str, Any], names: list[str], t
     """Return a subset of these names, none of which can be left at what the plan says."""
     needed = list(names)
     dropped_first = sorted(names, key=lambda name: (name in says, name not in way))  # new rows
-    homes = {name.rpartition(".")[0]: [other for other in names if other.rpartition(".")[0] == name.rpartition(".")[0]]
-             for name in dropped_first}  # fmt: skip
+    homes: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in dropped_first}
+    for name in names:
+        homes[name.rpartition(".")[0]].append(name)
     together = [group for group in homes.values() if 1 < len(group) < len(names)]  # those of an MLP need each other
     for group in [*together, *([name] for name in dropped_first)]:
         fewer = [other for other in needed if other not in group]
@@ -271,7 +265,7 @@ def _renamed(changes: Sequence[Change], rows: Sequence[PlanRow], subject: Audite
         if row.names or repr(row.key) in done:
             continue
         text = starred(plain_key(row.key))
-        below = [name for name in known if starred(name) == text or starred(name).endswith(f".{text}")]
+        below = [name for name in known if f".{starred(name)}".endswith(f".{text}")]
         shorter = text.partition(".")[2]
         names = below or [name for name in known if shorter and starred(name) == shorter]
         if not names:

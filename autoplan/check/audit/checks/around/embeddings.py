@@ -20,26 +20,19 @@ NAME = "embeddings"
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.tp_size == 1 or not subject.plan.lines:
         return
-    tables = {
-        dim.parameter
-        for box in subject.flow
-        for field, dim in node_of(subject.flow, box).dims
-        if node_of(subject.flow, box).kind == "embedding" and field == "rows" and dim.parameter
-    }
+    nodes = [node for box in subject.flow if (node := node_of(subject.flow, box)).kind == "embedding"]
+    tables = {dim.parameter for node in nodes for field, dim in node.dims if field == "rows" and dim.parameter}
     for weight in subject.weights:
         if not tables & set(weight.names):
             continue
         if weight.fact.dim is not None and weight.said.dim is None:
             extra = weight.bytes * (subject.tp_size - 1) // subject.tp_size
             text = f"the table is replicated: {bytes_text(weight.bytes)} on every rank"
-            yield Finding(NAME, "note", weight.module, text, _row(subject, weight.module), extra)
+            # The row that shards it, in the words of the plan that was given
+            dialect = dialect_of(subject.plan)
+            row = dialect.value("embedding_rowwise") if dialect is not None else None
+            hint = f"add {dialect.row(weight.module, row)}" if dialect and row else "`autoplan plan` shards it"
+            yield Finding(NAME, "note", weight.module, text, hint, extra)
         elif weight.fact.dim is None and weight.said.dim == 0 and weight.said.line is not None:
             text = f"{weight.name} is sharded by rows: {weight.fact.reason}"
             yield subject.suspect(NAME, weight.said.line.pattern, text, "remove its row", names=weight.names)
-
-
-def _row(subject: Audited, module: str) -> str:
-    """Return the row that shards a table, in the words of the plan that was given."""
-    dialect = dialect_of(subject.plan)
-    row = dialect.value("embedding_rowwise") if dialect is not None else None
-    return "`autoplan plan` shards it" if dialect is None or row is None else f"add {dialect.row(module, row)}"

@@ -30,7 +30,6 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     from autoplan.check.ranks.run import run_ranks
     from autoplan.check.verify.subject import Subject as Running
 
-    assert subject.numbers is not None
     size = subject.numbers.tp_size
     sharding = sharding_for(subject.plan)
     with one_compute_thread():

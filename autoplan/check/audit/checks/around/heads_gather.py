@@ -39,7 +39,5 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 def gather_bytes(subject: Audited, rows: int) -> tuple[int, int]:
     """Return the extra bytes on a rank if logits are gathered: in the head's forward, and by the end of backward."""
-    item = 2
-    whole = subject.settings.tokens * rows
-    saved = (subject.tp_size - 1) / subject.tp_size
-    return 2 * whole * item, round((whole * item + _FP32_COPIES * whole * 4) * saved)
+    whole = 2 * subject.settings.tokens * rows  # in half precision
+    return 2 * whole, round((1 + 2 * _FP32_COPIES) * whole * (subject.tp_size - 1) / subject.tp_size)

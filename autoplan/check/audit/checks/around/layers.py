@@ -28,10 +28,10 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             close = nearest(name, [*classes, *subject.modules])
             hint = f"the model has {', '.join(close)}" if close else _blocks_hint(subject)
             yield Finding(NAME, "error", purpose, f"{purpose}: {name} is not a class or path of this model", hint)
-        if not chosen and not unknown:
-            yield Finding(NAME, "error", purpose, f"{purpose}: the setting selects no module", _blocks_hint(subject))
-        elif chosen:
+        if chosen:
             yield from _compared(subject, purpose, chosen)
+        elif not unknown:
+            yield Finding(NAME, "error", purpose, f"{purpose}: the setting selects no module", _blocks_hint(subject))
 
 
 def _modules(subject: Audited, setting: Any) -> tuple[list[str], list[str]]:
@@ -103,7 +103,6 @@ def _bytes(subject: Audited, names: list[str]) -> int:
 
 
 def _blocks_hint(subject: Audited) -> str:
-    blocks = [
-        f"{subject.folded(stack.fqns)} ({type(subject.modules[stack.fqns[0]]).__name__})" for stack in subject.stacks
-    ]
+    kinds = [type(subject.modules[stack.fqns[0]]).__name__ for stack in subject.stacks]
+    blocks = [f"{subject.folded(stack.fqns)} ({kind})" for stack, kind in zip(subject.stacks, kinds, strict=True)]
     return f"the blocks are {', '.join(blocks)}" if blocks else "the model has no repeated blocks"

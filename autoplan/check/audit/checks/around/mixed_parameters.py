@@ -18,13 +18,9 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.dialect not in ("torch", "transformers"):
         return
     # A style of torch puts every parameter of its module on the mesh, those that it does not cut as replicated.
-    styled = subject.plan.dialect == "torch"
-    cut = [
-        w
-        for w in subject.weights
-        if w.said.dim is not None
-        or (styled and w.said.line is not None and w.said.line.style not in ("", "local_params"))
-    ]
+    lines = subject.plan.lines if subject.plan.dialect == "torch" else ()
+    styled = [line for line in lines if line.style not in ("", "local_params")]
+    cut = [w for w in subject.weights if w.said.dim is not None or w.said.line in styled]
     plain = [w for w in subject.weights if w not in cut and subject.parameters[w.name].requires_grad]
     if plain and cut:
         text = f"{len(plain)} parameters ({subject.folded(w.name for w in plain)}) are plain tensors next to "

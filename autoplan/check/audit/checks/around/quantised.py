@@ -6,7 +6,7 @@ Where the config says how weights are stored, arithmetic proves what parts; else
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,9 @@ def partings(
     plan: ForeignPlan, packed: tuple[PackedWeight, ...], modules: Mapping[str, Any], tp: int
 ) -> tuple[Parting, ...]:
     """The weights that part at a size, each with its first tensor that does."""
-    parted = []
-    for weight in packed:
-        line = plan.line_for(weight.name)
-        if line is not None:
-            said = said_by(plan, line, weight.name, weight.shape, modules, tp)
-            one = parting(weight, said, tp)
-            if one is not None:
-                parted.append(one)
-    return tuple(parted)
+    lines = ((weight, plan.line_for(weight.name)) for weight in packed)
+    said = ((w, said_by(plan, line, w.name, w.shape, modules, tp)) for w, line in lines if line is not None)
+    return tuple(one for weight, cut in said if (one := parting(weight, cut, tp)) is not None)
 
 
 def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
@@ -60,10 +54,8 @@ def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
             text = f"{tensor.name} has {dim.size} entries for the whole of dim {said.dim}, which every rank needs"
             held = ", ".join(str(len(rows)) for rows in plain_rows(dim.size, 1, tp))
             return Parting(weight.name, said.line, text, f"{tensor.name} is sharded to [{held}]")
-        if dim.of and dim.factor > 1:
-            found = _apart(weight, tensor, dim, said, tp)
-            if found is not None:
-                return found
+        if dim.of and dim.factor > 1 and (apart := _apart(weight, tensor, dim, said, tp)) is not None:
+            return apart
     return None
 
 
@@ -76,16 +68,11 @@ def _apart(weight: PackedWeight, tensor: PackedTensor, dim: PackedDim, said: Sai
         wanted = list(dict.fromkeys(_block(row, dim.factor, segments) for row in rows))
         mine = list(dict.fromkeys(row // dim.each for row in held[rank]))
         if wanted != mine:
-            size, local = weight.shape[said.dim], len(rows) // said.parts
-            text = (
-                f"a rank holds {local} of {size // said.parts} along dim {said.dim}, {local / dim.factor:g} "
-                f"blocks of {dim.factor}"
-            )
+            size, local = weight.shape[said.dim] // said.parts, len(rows) // said.parts
+            text = f"a rank holds {local} of {size} along dim {said.dim}, {local / dim.factor:g} blocks of {dim.factor}"
             counts = ", ".join(str(len(one) // dim.each) for one in held)
-            proof = (
-                f"{tensor.name} is sharded to [{counts}]; rank {rank} needs {_said(wanted)}, holds {_said(held[rank])}"
-            )
-            return Parting(weight.name, said.line, text, proof)
+            needs = f"rank {rank} needs {_said(wanted)}, holds {_said(held[rank])}"
+            return Parting(weight.name, said.line, text, f"{tensor.name} is sharded to [{counts}]; {needs}")
     return None
 
 
@@ -99,11 +86,10 @@ def _block(row: int, block: int, segments: tuple[int, ...]) -> int:
     return before + row // block
 
 
-def _said(rows: Any) -> str:
-    found = list(rows)
-    if not found:
+def _said(rows: Sequence[int]) -> str:
+    if not rows:
         return "none"
-    return f"{found[0]}–{found[-1]}" if found == list(range(found[0], found[-1] + 1)) else str(found)
+    return f"{rows[0]}–{rows[-1]}" if [*rows] == [*range(rows[0], rows[-1] + 1)] else str([*rows])
 
 
 NAME = "quantised"
@@ -164,14 +150,4 @@ def _problem(subject: Audited, weight: str, scale: str, tensor: Any, blocks: tup
 
 def _cut(subject: Audited, name: str) -> Said | None:
     """Return how a parameter or a buffer is sharded (no library shards buffers, unless an autoplan plan says so)."""
-    if name in subject.by_name:
-        return subject.by_name[name].said
-    if subject.plan.plan is None:
-        return None
-    from autoplan.common.layout import Layout
-    from autoplan.common.patterns import best_match
-
-    rule = best_match(subject.plan.plan.runtime.parameters, name)
-    if rule is None or rule.dim is None or rule.layout is None:
-        return None
-    return Said(None, rule.dim, 1, Layout.parse(rule.layout).rows_of_all(subject.tp_size))
+    return subject.by_name[name].said if name in subject.by_name else subject.said_by_rule(None, name)

@@ -33,13 +33,12 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     for weight in subject.weights:
         if len(weight.fact.shape) == 3 and weight.said.dim is not None:
             stacks.setdefault(weight.module, []).append(weight)
+    summing = [line for line in subject.plan.lines if line.style in _SUMS]
     silent = {
         module: weights
         for module, weights in stacks.items()
         if not any(
-            line.style in _SUMS
-            and any(subject.plan.reaches(line, place) for place in (module, *holders(module)) if place)
-            for line in subject.plan.lines
+            subject.plan.reaches(line, place) for line in summing for place in (module, *holders(module)) if place
         )
     }
     if silent:

@@ -23,7 +23,7 @@ _SUMMED = {
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None or subject.level == "note":
         return
-    wrong = {starred(name) for name in subject.wrong_names}
+    wrong = {starred(name): name for name in subject.wrong_names}
     missing: dict[str, list[Weight]] = {}
     twice: dict[str, list[Weight]] = {}
     for weight in subject.weights:
@@ -36,17 +36,13 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
             missing.setdefault(starred(weight.name), []).append(weight)
         elif weight.fact.gradient == "local" and pays and weight.fact.dim is None:
             twice.setdefault(starred(weight.name), []).append(weight)
-    for weights in missing.values():
-        yield _finding(subject, weights, "is replicated, but its partial gradients are never summed",
-                       _SUMMED.get(subject.plan.dialect, f"give it the style {_PAYS!r}"))  # fmt: skip
-    for weights in twice.values():
-        yield _finding(subject, weights, "has its full gradient on every rank, but the plan sums it again",
-                       "remove its row")  # fmt: skip
-
-
-def _finding(subject: Audited, weights: list[Weight], text: str, hint: str) -> Finding:
-    names = [weight.name for weight in weights]
-    wrong = {starred(name): name for name in subject.wrong_names}
-    names += [wrong[starred(name)] for name in names if starred(name) in wrong]
-    where = subject.patterns(weight.name for weight in weights)
-    return subject.suspect(NAME, where, f"{weights[0].name} {text}", hint, names=names)
+    unsummed = "is replicated, but its partial gradients are never summed"
+    summed = "has its full gradient on every rank, but the plan sums it again"
+    style = _SUMMED.get(subject.plan.dialect, f"give it the style {_PAYS!r}")
+    problems = [(weights, unsummed, style) for weights in missing.values()]
+    problems += [(weights, summed, "remove its row") for weights in twice.values()]
+    for weights, text, hint in problems:
+        names = [weight.name for weight in weights]
+        alike = [wrong[starred(name)] for name in names if starred(name) in wrong]
+        text = f"{names[0]} {text}"
+        yield subject.suspect(NAME, subject.patterns(names), text, hint, names=[*names, *alike])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Audited, Weight
+from autoplan.check.audit.subject import EXACT_ALONE, Audited, Weight
 from autoplan.common.patterns import matches
 from autoplan.values import Finding, IntegerEdit
 
 NAME = "head-counts"
-_WHOLE_AROUND = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -25,7 +24,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         for weight in subject.weights:
             line = weight.said.line
             near = edit.pattern in (weight.module, weight.module.rpartition(".")[0])
-            if near and line is not None and weight.said.dim is not None and line.style not in _WHOLE_AROUND:
+            if near and line is not None and weight.said.dim is not None and line.style not in EXACT_ALONE:
                 groups.setdefault((line.pattern, edit.name, edit.old, edit.new), []).append(weight)
     told: set[tuple[str, int]] = set()
     for (pattern, attribute, old, new), weights in groups.items():

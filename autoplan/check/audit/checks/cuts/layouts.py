@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Audited, Weight
+from autoplan.check.audit.subject import EXACT_ALONE, Audited, Weight
 from autoplan.common.layout import Layout
 from autoplan.values import Finding
 from autoplan.values.reasons import sentence
 
 NAME = "layouts"
-_AT_THE_BOUNDARY = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Weight]] = {}
     for weight in subject.weights:
         line, reason = weight.said.line, _wrong_cut(subject, weight)
-        if line is not None and reason and line.style not in _AT_THE_BOUNDARY:
+        if line is not None and reason and line.style not in EXACT_ALONE:
             groups.setdefault((line.pattern, reason), []).append(weight)
     for (pattern, reason), weights in groups.items():
         names = [weight.name for weight in weights]

@@ -44,8 +44,7 @@ def _cut_along(subject: Audited, call: int) -> Iterator[Weight]:
         weight = subject.by_name.get(name)
         if weight is None or not weight.is_matrix or not axes & shards.split_leaves(tensor):
             continue
-        line = weight.said.line
-        if line is not None and weight.said.dim is not None and weight.said.dim == weight.fact.dim:
-            keeps = "gather" not in line.style and not line.style.startswith(("rowwise", "embedding"))
-            if keeps:
-                yield weight
+        style = "gather" if weight.said.line is None else weight.said.line.style
+        keeps = "gather" not in style and not style.startswith(("rowwise", "embedding"))
+        if keeps and weight.said.dim is not None and weight.said.dim == weight.fact.dim:
+            yield weight

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Audited, Weight
+from autoplan.check.audit.subject import EXACT_ALONE, Audited, Weight
 from autoplan.common.patterns import starred
 from autoplan.emit.words import few
 from autoplan.values import Finding, SplitLogits, VocabularyTable
 
 NAME = "pairing"
-_WHOLE_AT_THE_BOUNDARY = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -26,7 +25,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         weights = [w for w in weights if w.is_matrix and w.module not in logits]
         if not axis.split or len(weights) < 2:
             continue
-        kept = [w for w in weights if w.said.line is not None and w.said.line.style not in _WHOLE_AT_THE_BOUNDARY]
+        kept = [w for w in weights if w.said.line is not None and w.said.line.style not in EXACT_ALONE]
         cut = [w for w in kept if w.said.dim == places.get(w.name, w.fact.dim)]
         whole = [w for w in weights if w.said.dim is None]
         if cut and whole:

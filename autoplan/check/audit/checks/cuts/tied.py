@@ -28,9 +28,8 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         where = tuple(dict.fromkeys(line.pattern for line in lines.values()))
         if lines and subject.plan.dialect == "torch":
             text = f"{both} are one tied parameter, and parallelize_module makes two of it"
-            yield subject.suspect(
-                NAME, where, text, "tie them again after it, before the optimizer", names=weight.names
-            )
+            hint = "tie them again after it, before the optimizer"
+            yield subject.suspect(NAME, where, text, hint, names=weight.names)
         elif len(cuts) > 1 or (cuts - {"whole", "nothing"} and whole):
             text = f"{both} are one tied parameter, but the plan gives {', '.join(map(str, lines.values()))}"
             hint = "give both the same sharding: embedding_rowwise for the table is colwise for the head"

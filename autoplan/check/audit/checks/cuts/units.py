@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from math import prod
 
 from autoplan.axes.terms import factors, find, segments
-from autoplan.check.audit.subject import Audited, Weight
+from autoplan.check.audit.subject import EXACT_ALONE, Audited, Weight
 from autoplan.common.layout import Layout
 from autoplan.values import Finding
 from autoplan.values.reasons import DoesNotDivide
 
 NAME = "units"
-_WHOLE_AFTERWARDS = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -43,7 +42,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
 def _broken_unit(subject: Audited, weight: Weight) -> tuple[int, int] | None:
     """(number of units, rows in a unit) where a cut leaves parts of units on ranks."""
     said, fact = weight.said, weight.fact
-    if said.dim is None or not weight.is_matrix or said.line is None or said.line.style in _WHOLE_AFTERWARDS:
+    if said.dim is None or not weight.is_matrix or said.line is None or said.line.style in EXACT_ALONE:
         return None
     size = fact.shape[said.dim]
     if fact.dim == said.dim and fact.layout is not None and "@" in fact.layout:

@@ -22,14 +22,10 @@ _WRAPPING = ("edited", "read", "shape")
 def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.dialect not in ("torch", "transformers") or subject.level == "note":
         return
-    lines = {
-        weight.module: weight.said.line
-        for weight in subject.weights
-        if weight.said.line is not None and weight.said.dim is not None and weight.name.endswith(".weight")
-    }
-    lines = {
-        name: line for name, line in lines.items() if CUTS.get(line.style) not in (None, "any", "nothing", "whole")
-    }
+    cut = [w for w in subject.weights if w.said.dim is not None and w.name.endswith(".weight")]
+    lines = {w.module: w.said.line for w in cut if w.said.line is not None}
+    uncut = (None, "any", "nothing", "whole")
+    lines = {name: line for name, line in lines.items() if CUTS.get(line.style) not in uncut}
     groups: dict[Obstacle, list[str]] = {}
     for obstacle in obstacles(subject.solution.trace, lines):
         if obstacle.kind in _WRAPPING:

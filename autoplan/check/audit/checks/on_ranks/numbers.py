@@ -29,20 +29,15 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     ranks = f"on {subject.numbers.tp_size} simulated ranks"
     broken = [finding for finding in errors if not finding.where]
     outputs = [finding for finding in errors if finding.where and finding.check != "gradients"]
+    hint, places = "see the other findings", tuple[str, ...]()
     if broken:
-        said, hint = f"cannot run {ranks}", "see the other findings"
-        yield Finding(NAME, "error", "", said, hint, proof=broken[0].message, kind="cannot-run")
-    elif outputs:
+        yield Finding(NAME, "error", "", f"cannot run {ranks}", hint, proof=broken[0].message, kind="cannot-run")
+        return
+    if outputs:
         text = f"outputs are wrong {ranks} ({', '.join(f.where for f in outputs[:3])})"
-        yield Finding(NAME, "error", "", text, "see the other findings", proof=_worst(outputs), kind="wrong-numbers")
     else:
-        names = [finding.where for finding in errors]
-        places = tuple(fold_names(names))
-        text = f"outputs are exact, but {len(names)} gradients are wrong {ranks}"
-        hint, proof = "see the other findings", _worst(errors)
-        where = ", ".join(places[:6])
-        yield Finding(NAME, "error", where, text, hint, proof=proof, kind="wrong-numbers", places=places)
-
-
-def _worst(errors: list[Finding]) -> str:
-    return "; ".join(f"{finding.where}: {finding.message}" for finding in errors[:3])
+        places = tuple(fold_names([finding.where for finding in errors]))
+        text = f"outputs are exact, but {len(errors)} gradients are wrong {ranks}"
+    proof = "; ".join(f"{finding.where}: {finding.message}" for finding in (outputs or errors)[:3])
+    where = ", ".join(places[:6])
+    yield Finding(NAME, "error", where, text, hint, proof=proof, kind="wrong-numbers", places=places)

@@ -32,7 +32,6 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
         raise AutoplanError(f"dtype={dtype!r} is not a torch dtype", hint="use 'bfloat16' or 'float16'")
-    assert subject.numbers is not None
     model = copied(clone.model)
     cast_numbers(model, wanted)
     feeds = inputs_in(wanted, clone.feeds)
@@ -43,5 +42,4 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         text = f"{seen}, which is not rounding: the plan is wrong in double precision too"
         yield Finding(NAME, "error", "", text, "see the other findings", proof=subject.proof())
     else:
-        text = f"{seen}: this is rounding, since the plan is exact in double precision"
-        yield Finding(NAME, "note", "", text)
+        yield Finding(NAME, "note", "", f"{seen}: this is rounding, since the plan is exact in double precision")

@@ -39,18 +39,16 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         total = sum(weight.bytes for weight in mine)
         if total and whole / total > 0.5:
             said.append(f"blocks of {stack.name} are sharded by {1 - whole / total:.0%}")
-    blocks = "; ".join(said)
-    level: Level = "warn" if share < _ENOUGH or blocks else "note"
-    hint = f"{blocks}; " if blocks else ""
+    level: Level = "warn" if share < _ENOUGH or said else "note"
+    hint = "; ".join([*said, "`autoplan plan` shards them"])
     first = subject.folded([weight.name for weight in missed if starred(weight.name) == starred(missed[0].name)])
-    yield Finding(NAME, level, first, text, f"{hint}`autoplan plan` shards them", held)
+    yield Finding(NAME, level, first, text, hint, held)
 
 
 def _largest(subject: Audited, missed: list[Weight]) -> str:
     groups: dict[str, list[Weight]] = {}
     for weight in missed:
         groups.setdefault(starred(weight.name), []).append(weight)
-    heavy = sorted(groups.values(), key=lambda group: -sum(w.bytes for w in group))[:3]
-    return ", ".join(
-        f"{subject.folded(w.name for w in group)} ({bytes_text(sum(w.bytes for w in group))})" for group in heavy
-    )
+    sizes = {subject.folded(w.name for w in group): sum(w.bytes for w in group) for group in groups.values()}
+    heavy = sorted(sizes, key=lambda names: -sizes[names])[:3]
+    return ", ".join(f"{names} ({bytes_text(sizes[names])})" for names in heavy)

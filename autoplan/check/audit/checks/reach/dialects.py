@@ -33,8 +33,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     for line in subject.plan.lines:
         written = str(subject.plan.raw.get(line.pattern, line.written))
         if not line.style:
-            hint = "use a style that the library knows"
-            yield Finding(NAME, level, line.pattern, line.unread, hint, proof=proof)
+            yield Finding(NAME, level, line.pattern, line.unread, "use a style that the library knows", proof=proof)
         elif subject.plan.dialect == "torch" and isinstance(subject.plan.raw.get(line.pattern), str):
             text = f"{line} is a string among style objects: parallelize_module refuses it"
             objects = "ColwiseParallel() or RowwiseParallel()" if "wise" in line.style else "a ParallelStyle object"

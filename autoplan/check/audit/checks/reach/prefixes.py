@@ -22,15 +22,11 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     for prefix in sorted((name for name in subject.modules if name), key=lambda name: (name.count("."), name)):
         fixed = [key for key in dead if f"{starred(prefix)}.{starred(key)}" in shapes]
         if fixed:
-            yield Finding(
-                NAME, "warn", ", ".join(fixed[:3]), f"{len(fixed)} of {len(dead)} dead keys exist under {prefix!r}",
-                f"write them as {prefix}.{fixed[0]} etc.",
-            )  # fmt: skip
+            text, hint = f"{len(fixed)} of {len(dead)} dead keys exist under {prefix!r}", f"{prefix}.{fixed[0]} etc."
+            yield Finding(NAME, "warn", ", ".join(fixed[:3]), text, f"write them as {hint}")
             return
     stripped = {key: key.partition(".")[2] for key in dead if starred(key.partition(".")[2]) in shapes}
     if stripped:
-        first = next(iter(stripped))
-        yield Finding(
-            NAME, "warn", ", ".join(list(stripped)[:3]), f"{len(stripped)} dead keys exist without their first part",
-            f"write {stripped[first]!r} for {first!r}",
-        )  # fmt: skip
+        first, text = next(iter(stripped)), f"{len(stripped)} dead keys exist without their first part"
+        hint = f"write {stripped[first]!r} for {first!r}"
+        yield Finding(NAME, "warn", ", ".join(list(stripped)[:3]), text, hint)
