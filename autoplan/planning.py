@@ -338,15 +338,22 @@ def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
         yield Finding("sequence", "warn", where, why, "choose a cp_size that divides them")
 
 
-def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
+def sequence_findings(solution: Solution) -> Iterator[Finding]:
     """Return what sequence parallelism leaves replicated, or why there is none."""
     if not solution.sequence_parallel:
         why = "; ".join(map(str, solution.whole_sequence))
-        return (Finding("sequence", "warn", "", f"sequence parallelism was requested but is not applied: {why}"),)
-    alike: dict[WholeSequence, list[str]] = {}
+        yield Finding("sequence", "warn", "", f"sequence parallelism was requested but is not applied: {why}")
+        return
+    alike: dict[WholeSequence, list[WholeSequence]] = {}
     for each in solution.whole_sequence:
         kind = replace(each, place=starred(each.place), maker=starred(each.maker), at=each.at and starred(each.at))
-        alike.setdefault(kind, []).append(each.at or "")
+        alike.setdefault(kind, []).append(each)
     names = Names(solution.trace)
-    told = (replace(each, at=", ".join(names.fold(at))) if each.at else each for each, at in alike.items())
-    return tuple(Finding("sequence", "note", "", f"full sequence needed: {each}") for each in told)
+
+    def patterns(modules: Iterable[str | None]) -> str:
+        return ", ".join(names.fold([name for name in modules if name]))
+
+    for kind, members in alike.items():
+        place, maker, at = ([getattr(why, field) for why in members] for field in ("place", "maker", "at"))
+        told = replace(kind, place=patterns(place), maker=patterns(maker), at=kind.at and patterns(at))
+        yield Finding("sequence", "note", "", f"full sequence needed: {told}")

@@ -30,6 +30,8 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.common.patterns import holders
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.torch_internals import FakeTensorMode, own_modules
+from autoplan.ops import op_record
+from autoplan.ops.records.answers import Drawn
 from autoplan.values import Fold, Op, Ref, Symbolic, Trace
 
 _MOST_REAL = 4_000_000_000  # most parameters of a model that is run on hollow real tensors
@@ -302,7 +304,7 @@ def _read(trace: Trace) -> Iterator[str]:
     read: set[int] = set()
     for op in reversed(trace.ops):
         needed = op.name.endswith("_") or not read.isdisjoint(op.results) or used.isdisjoint(op.results)
-        if needed and not (op.name == "mul" and 0 in op.args):
+        if needed and not (op_record(op.name).drawn is Drawn.MUL and 0 in op.args):
             read.update(op.reads)
         used.update(op.reads)
     return (name for tensor in read for name in trace.tensors[tensor].names)

@@ -6,7 +6,6 @@ Only names, attributes, sizes and arithmetic are evaluated, since nothing else i
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sized
 from dataclasses import replace
 from typing import Any
@@ -185,7 +184,6 @@ def exact(failure: Failure) -> Iterator[State]:
     """Yield other states, by the error's type and the expression that was running."""
     if isinstance(failure.error, IndexError):
         for place in failure.places[-1:]:
-            yield from _index_asked_for(failure)
             yield from _dim_asked_for(failure.state, place)
             yield from _as_many_as_members(failure.state, place)
     if isinstance(failure.error, ValueError):
@@ -200,16 +198,6 @@ def exact(failure: Failure) -> Iterator[State]:
     if isinstance(failure.error, TypeError):
         for place in failure.places[-1:]:
             yield from _functions(failure.state, place)
-
-
-def _index_asked_for(failure: Failure) -> Iterator[State]:
-    """Yield states in which a dim of an argument is just long enough for the number that it was indexed with."""
-    if outside := re.search(r"index (\d+) is out of bounds for dimension ([1-9]) with size (\d+)", failure.text):
-        index, dim, size = map(int, outside.groups())
-        for path, leaf in failure.state.among(failure.blamed):
-            if leaf.sizes(failure.state.sizes)[dim : dim + 1] == (size,):
-                shape = (*leaf.shape[:dim], index + 1, *leaf.shape[dim + 1 :])
-                yield failure.state.with_want(path, replace(leaf, shape=shape))
 
 
 def _functions(state: State, place: Place) -> Iterator[State]:

@@ -240,10 +240,10 @@ def _range(failure: Failure) -> Iterator[State]:
         yield state.with_size("length", shorter)
 
 
-def row_missing(failure: Failure) -> bool:
-    """Return whether a tensor was asked for more rows than it has."""
+def index_outside(failure: Failure) -> tuple[int, int, int] | None:
+    """Return the dim that was indexed beyond its end, the index and the size."""
     outside = _OUTSIDE.search(failure.text)
-    return outside is not None and outside["dim"] == "0"
+    return None if outside is None else (int(outside["dim"]), int(outside[1]), int(outside["size"]))
 
 
 def _sizes(failure: Failure) -> Iterator[State]:
@@ -254,9 +254,9 @@ def _sizes(failure: Failure) -> Iterator[State]:
     numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
     state, paths = failure.state, failure.paths
     sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
-    outside = _OUTSIDE.search(failure.text)
-    if outside and int(outside[1]) >= 0:
-        yield from resized(state, paths, int(outside["size"]), int(outside[1]) + 1)
+    outside = index_outside(failure)
+    if outside is not None and outside[1] >= 0:
+        yield from resized(state, paths, outside[2], outside[1] + 1)
     for have, want in _BATCHED.findall(failure.text):
         yield from resized(state, failure.blamed, int(have), int(want))
     expected = _ASKED.search(failure.text)

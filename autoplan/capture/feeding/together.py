@@ -16,7 +16,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import FLAT, Arguments, of_nodes
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.messages import row_missing, sizes_differ, unpacked
+from autoplan.capture.feeding.messages import index_outside, sizes_differ, unpacked
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 from autoplan.capture.feeding.watch import Demand, FailedCall, demand_of, is_direct, origin
@@ -67,7 +67,7 @@ def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
             pairs += [(length, size * length // have) for length in lengths if size * length % have == 0]
     modules = {len(own) for own in model.modules() if isinstance(own, torch.nn.ModuleList)}
     pairs += [(have, count) for have in lengths for count in sorted(modules - lengths)]  # iterated beside modules
-    for path, leaf in state.among(failure.blamed if row_missing(failure) else ()):
+    for path, leaf in state.among(failure.blamed if (index_outside(failure) or (1,))[0] == 0 else ()):
         if leaf.is_tensor and leaf.shape[:1] == (BATCH,) and len(leaf.shape) > 1:  # a row for each of them
             rows = (count for count in sorted(modules) if count > leaf.sizes(state.sizes)[0])
             yield from (state.with_want(path, replace(leaf, shape=(n, BATCH, *leaf.shape[2:]))) for n in rows)

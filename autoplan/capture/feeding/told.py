@@ -19,6 +19,7 @@ from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
 from autoplan.capture.feeding.conditions import asked_by_condition, exact
 from autoplan.capture.feeding.failure import Failure, empty_rest, none_names
 from autoplan.capture.feeding.messages import (
+    index_outside,
     is_named,
     keys,
     lacks_a_value,
@@ -70,6 +71,11 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
 
 
 def _exact(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    dim, index, size = index_outside(failure) or (0, -1, 0)
+    for path, leaf in failure.state.among(failure.blamed) if dim > 0 <= index else ():
+        if leaf.sizes(failure.state.sizes)[dim : dim + 1] == (size,):  # just long enough for this number
+            shape = (*leaf.shape[:dim], index + 1, *leaf.shape[dim + 1 :])
+            yield failure.state.with_want(path, dataclasses.replace(leaf, shape=shape))
     yield from exact(failure)
 
 
