@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -214,7 +213,9 @@ class _Search:
         names = tuple(self.first_name[number] for number in own)
         return [Unit(names, kept_dtype=True)] if names and names != unit.names else []
 
-    def _split(self, name: str, main: torch.dtype, elsewhere: set[int], ignored: Any, found: list[Unit]) -> None:
+    def _split(
+        self, name: str, main: torch.dtype, elsewhere: set[int], ignored: set[nn.Parameter], found: list[Unit]
+    ) -> None:
         module = self.modules[name]
         dtypes = {p.dtype for p in _direct(module, ignored)}
         odd = [k for k, p in module._parameters.items() if p is not None and p.requires_grad and p.dtype != main]

@@ -60,8 +60,10 @@ _BY_ITSELF = (
     "overrides={name: 'replicate'}"
 )
 
+Edits = Iterable[tuple[str, str, int, int]]  # module, attribute, global and local number
 
-def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Iterable[Any]) -> PathGuard | None:
+
+def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Edits) -> PathGuard | None:
     """Return the guard of a model that is about to be sharded; None if it needs none."""
     if action == "off" or group.size == 1:
         return None
@@ -76,7 +78,7 @@ class PathGuard:
     """A guard of one model's code paths. `edited`: modules with a count that is local to the rank, and its name.
     `kernels`: the names of optional kernels."""
 
-    def __init__(self, model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Iterable[Any]) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Edits) -> None:
         self.model = model
         self.ways = ways_of(plan.paths)
         self.forms: dict[Key, dict[int, Forms]] = {key: forms_in(ways) for key, ways in self.ways.items()}

@@ -68,7 +68,7 @@ def _computed(name: str, plain: Callable[[Any, Any], Any]) -> None:
     setattr(PartSize, name, operate)
 
 
-def _compared(ask: Any) -> None:
+def _compared(ask: Callable[[Any, Any], bool]) -> None:
     setattr(PartSize, f"__{ask.__name__}__", lambda self, other: self._answer(ask, other))
 
 

@@ -84,7 +84,9 @@ class Root(Hooks):
     `seen`: its inputs and outputs when the plan was made. `guard`: the guard of code paths.
     """
 
-    def __init__(self, model: nn.Module, running: Running, draws: tuple[bool, bool], seen: Runtime, guard: Any) -> None:
+    def __init__(
+        self, model: nn.Module, running: Running, draws: tuple[bool, bool], seen: Runtime, guard: PathGuard | None
+    ) -> None:
         self.running, self.heads = running, seen.of(LogitsHead)
         self.random, self.always = draws
         self.names = signature_names(model)
@@ -99,7 +101,7 @@ class Root(Hooks):
         self.returns_loss = any(not head.outputs for head in self.heads) or any(not logits.returned for logits in own)
         self.given = seen.given  # the arguments that the plan has seen
         self.unsummed = seen.unsummed  # those of which the plan sums no gradient
-        self.guard: PathGuard | None = guard
+        self.guard = guard
         self.counts = _counts(model) if running.context else {}
         self.may_pick = bool(seen.of(AllGatherPicked))  # are positions gathered where an argument picks some?
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.layout import chunk
@@ -151,7 +152,9 @@ def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
     return like(local, parameter)
 
 
-def local_piece(whole: torch.Tensor, held: Held | None, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
+def local_piece(
+    whole: torch.Tensor, held: Held | None, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
     """Return this rank's shard: its rows on the tp mesh, and of those FSDP2's consecutive piece. None: cut evenly."""
     if held is None:
         return local_part(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None))

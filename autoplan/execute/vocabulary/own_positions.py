@@ -90,12 +90,22 @@ Rule = Callable[[Kind, Any, Any, Any], Any]
 
 
 @cache
-def _class(base: Kind, columns: Any, group: RankGroup, bounds: Bounds, length: int, dim: int, batch: int = 1) -> Kind:
+def _class(
+    base: Kind,
+    columns: type[SplitLogits] | None,
+    group: RankGroup,
+    bounds: Bounds,
+    length: int,
+    dim: int,
+    batch: int = 1,
+) -> Kind:
     names = {"group": group, "bounds": bounds, "length": length, "dim_from_end": dim, "batch": batch}
     return type(base.__name__, (base,), {**names, "base": base, "columns": columns})
 
 
-def _like(own: Any, cls: Kind, dim: int | None = None, batch: int | None = None, bounds: Bounds | None = None) -> Any:
+def _like(
+    own: torch.Tensor, cls: Kind, dim: int | None = None, batch: int | None = None, bounds: Bounds | None = None
+) -> torch.Tensor:
     """Return a result of own rows as logits of all positions again. `dim`, `batch` and `bounds` (of the positions that
     are left) are given where they differ from those of `cls`."""
     dim, batch = cls.dim_from_end if dim is None else dim, cls.batch if batch is None else batch
