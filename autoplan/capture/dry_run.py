@@ -76,9 +76,9 @@ def without_storage(model: nn.Module) -> tuple[FakeTensorMode, nn.Module]:
         return mode, fold(model, _fake).module
 
 
-def with_storage(model: nn.Module, *, folded: bool = True) -> nn.Module:
-    """Return a copy on the CPU; tensors without values become zeros."""
-    return fold(model, _values, fold=folded).module
+def with_storage(model: nn.Module) -> nn.Module:
+    """Return a copy on the CPU with all of its blocks; tensors without values become zeros."""
+    return fold(model, _values, fold=False).module
 
 
 class Twin:

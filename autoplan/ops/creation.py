@@ -19,11 +19,11 @@ _COPYING = ("alias", "clone", "detach", "_to_copy")
 @op("zeros", "ones", "full",
     sizes=Filled(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, alike=True)  # fmt: skip
 @op("empty",
-    sizes=Filled(defined=False), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
+    sizes=Filled(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
 @op("new_zeros", "new_ones", "new_full",
     sizes=Filled(1), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded, alike=True)  # fmt: skip
 @op("new_empty",
-    sizes=Filled(1, defined=False), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
+    sizes=Filled(1), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
 @op("empty_strided", "empty_permuted", "new_empty_strided",
     sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
 @op("scalar_tensor", "_efficientzerotensor",

@@ -391,7 +391,7 @@ class Search:
     def _twin_for(self) -> tuple[FakeTensorMode | None, nn.Module]:
         if self._twin is None:
             # A model may count its blocks, but a large one must do with a few of each kind.
-            real = (None, with_storage(self.model, folded=False)) if self.real else None
+            real = (None, with_storage(self.model)) if self.real else None
             self._twin = real or without_storage(self.model)
             modules = [vars(module) for module in self._twin[1].eval().modules()]
             dicts = [*modules, *(own["_buffers"] for own in modules if isinstance(own.get("_buffers"), dict))]

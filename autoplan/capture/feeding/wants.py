@@ -6,7 +6,7 @@ that a failure gives for a single argument is a number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import BuiltinFunctionType, SimpleNamespace
@@ -27,9 +27,22 @@ SIZES = {BATCH: 2, "length": 10, "width": 16, "side": 32, "frames": 8, "samples"
 _LARGEST = 70_000  # largest size of one dim of an example
 _LONGEST = 2048  # the same for ids, times and masks: comparing all with each other grows by the square
 _HOLD = ("list", "dict", "record")
-_TENSORS = (
-    "ids", "float", "whole", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
-)  # fmt: skip
+_Drawn = Callable[[Draw, tuple[int, ...], int, Mapping[str, int]], torch.Tensor]
+_DRAWN: dict[str, _Drawn] = {
+    "ids": lambda draw, shape, below, sizes: draw.integers(0, below, shape),
+    "float": lambda draw, shape, below, sizes: draw.normal(shape),
+    "whole": lambda draw, shape, below, sizes: draw.integers(0, below, shape).to(draw.dtype),
+    "unit": lambda draw, shape, below, sizes: draw.uniform(shape),
+    "ones": lambda draw, shape, below, sizes: torch.ones(shape, dtype=draw.dtype),
+    "bool": lambda draw, shape, below, sizes: torch.ones(shape, dtype=torch.bool),
+    "nowhere": lambda draw, shape, below, sizes: torch.zeros(shape, dtype=torch.bool),
+    "complex": lambda draw, shape, below, sizes: torch.complex(draw.normal(shape), draw.normal(shape)),
+    "lengths": lambda draw, shape, below, sizes: torch.full(shape, sizes["length"]),
+    # the same number for neighbours
+    "groups": lambda draw, shape, below, sizes: torch.arange(prod(shape)).view(shape) * sizes[BATCH] // prod(shape),
+    "positions": lambda draw, shape, below, sizes: torch.arange(shape[-1]).expand(shape).clone(),
+    "borders": lambda draw, shape, below, sizes: torch.tensor(_borders(sizes), dtype=torch.int32),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Want:
 
     @property
     def is_tensor(self) -> bool:
-        return self.kind in _TENSORS
+        return self.kind in _DRAWN
 
     def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
@@ -134,42 +147,17 @@ class Want:
 
     def make(self, draw: Draw, sizes: Mapping[str, int]) -> Any:
         """Draw such a value: real CPU tensors."""
-        if self.kind in ("none", "value"):
-            return self.value
+        if (drawn := _DRAWN.get(self.kind)) is not None:
+            tensor = drawn(draw, self.sizes(sizes), self._below(sizes), sizes)
+            return self.value.put(tensor, self._below(sizes)) if isinstance(self.value, Mark) else tensor
         if self.kind == "list":
             items = [item.make(draw, sizes) for _, item in self.items]
             return self.value(*items) if self.value not in (None, tuple) else (self.value or list)(items)
         if self.kind == "dict":
             return {self._key(key): item.make(draw, sizes) for key, item in self.items}
-        if self.kind == "size":
-            return sizes[self.value]
         if self.kind == "record":
             return (self.value or SimpleNamespace)(**{str(key): item.make(draw, sizes) for key, item in self.items})
-        shape = self.sizes(sizes)
-        if self.kind == "ids":
-            ids = draw.integers(0, self._below(sizes), shape)
-            return ids if self.value is None else self.value.put(ids, self._below(sizes))
-        if self.kind == "bool":
-            return torch.ones(shape, dtype=torch.bool)
-        if self.kind == "nowhere":
-            return torch.zeros(shape, dtype=torch.bool)
-        if self.kind == "lengths":
-            return torch.full(shape, sizes["length"])
-        if self.kind == "groups":  # the same number for neighbours
-            return torch.arange(prod(shape)).view(shape) * sizes[BATCH] // prod(shape)
-        if self.kind == "positions":
-            return torch.arange(shape[-1]).expand(shape).clone()
-        if self.kind == "borders":
-            return torch.tensor(_borders(sizes), dtype=torch.int32)
-        if self.kind == "ones":
-            return torch.ones(shape, dtype=draw.dtype)
-        if self.kind == "whole":
-            return draw.integers(0, self._below(sizes), shape).to(draw.dtype)
-        if self.kind == "unit":
-            return draw.uniform(shape)
-        if self.kind == "complex":
-            return torch.complex(draw.normal(shape), draw.normal(shape))
-        return draw.normal(shape)
+        return sizes[self.value] if self.kind == "size" else self.value
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,9 @@ class Unflattened:
 
 @dataclass(frozen=True)
 class Filled:
-    """The shape of a constant-filled value. `defined`: its contents are known (unlike empty memory)."""
+    """The shape of a constant-filled value."""
 
     first: int = 0
-    defined: bool = True
 
 
 @dataclass(frozen=True)
