@@ -123,10 +123,16 @@ def _searched(
 
 
 def _not_found(arguments: Arguments, search: Search) -> CaptureError:
-    best = search.farthest
+    best = max(search.steps, key=lambda step: step.reached)
+    where = f"\n  failed at {best.where}" if best.where else ""
+    if search.untraceable:
+        return CaptureError(
+            f"{arguments.signature} cannot be recorded: it runs code that torch.compile must trace (flex_attention, "
+            f"torch.cond), and that fails with {best.failed}{where}",
+            hint="use another implementation (scaled_dot_product_attention, a branch in Python)",
+        )
     sizes = best.state.sizes
     guess = ", ".join(f"{name!r}: {want.code(sizes)}" for name, want in best.state.wants)
-    where = f"\n  failed at {best.where}" if best.where else ""
     lines = ""
     for step in sorted(search.steps, key=lambda step: -step.reached)[:_SHOWN]:
         tried_with = ", ".join(f"{name}={want.text(step.state.sizes)}" for name, want in step.state.wants)

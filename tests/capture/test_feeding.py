@@ -394,3 +394,21 @@ def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, s
     (tmp_path / "a.toml").write_text(text)
     with pytest.raises(AutoplanError, match=said):
         read_names(tmp_path / "a.toml")
+
+
+class Branches(nn.Module):
+    """What `torch.cond` runs has to be traced by torch's compiler, which a recording turns off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(torch.cond(h.sum() > 0, torch.relu, torch.tanh, (h,)))
+
+
+def test_a_search_ends_where_no_input_can_help() -> None:
+    with pytest.raises(CaptureError, match="torch.compile must trace") as error:
+        recipe_for(Branches().eval())
+    assert "torch.cond(" in str(error.value), "the line is named"

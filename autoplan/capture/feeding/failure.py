@@ -41,6 +41,14 @@ class Failure:
     def text(self) -> str:
         return str(self.error)
 
+    @property
+    def is_untraceable(self) -> bool:
+        """Return whether torch's compiler refuses what an op of the model lets it trace (`flex_attention`,
+        `torch.cond`): no input changes that."""
+        kinds = type(self.error).__mro__
+        refused = ("Unsupported", "UncapturedHigherOrderOpError")
+        return any(kind.__module__ == "torch._dynamo.exc" and kind.__name__ in refused for kind in kinds)
+
     @cached_property
     def places(self) -> list[Place]:
         return places_of(self.error)

@@ -99,6 +99,7 @@ class Search:
         self.compared: dict[Path, int] = {}
         self.count = itertools.count()
         self._failure: Failure | None = None
+        self.untraceable = False
         self._last: Watch
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._twin: tuple[FakeTensorMode | None, nn.Module] | None = None
@@ -108,10 +109,6 @@ class Search:
         with untouched_randomness(self.seed), quiet():
             step = self._first(start, self.most)
             return None if step is None else self._better(step)
-
-    @property
-    def farthest(self) -> Step:
-        return max(self.steps, key=lambda step: step.reached)
 
     def other_sizes(self, state: State) -> State | None:
         """Return the same call with as many other sizes as it runs with; None if none may change."""
@@ -198,7 +195,7 @@ class Search:
         elements = max(start.elements(), _FEW_ELEMENTS)
         tries, patience = 0, _PATIENCE
         unset: Step | None = None
-        while waiting and tries < most and self._in_time():
+        while waiting and tries < most and self._in_time() and not self.untraceable:
             now = heapq.heappop(waiting)
             if now.state in self.seen:
                 continue
@@ -342,6 +339,7 @@ class Search:
         if isinstance(error, Exception) and not self.real and depends_on_data(error):
             error = None  # shapes alone show no failure
         failure = self._failure = None if error is None else Failure(state, error, watch)
+        self.untraceable = failure is not None and failure.is_untraceable
         place = failure.places[-1] if failure is not None and failure.places else None
         step = Step(
             state,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -33,7 +33,9 @@ from autoplan.common.torch_internals import (
     function_mode_is_active,
     local_part,
     local_spec,
+    outside_of_vmap,
     own_parameters,
+    unwrapped,
 )
 from autoplan.execute.collectives import (
     RankGroup,
@@ -56,6 +58,11 @@ def local_view(
     parameter: torch.Tensor | None, held: Held | None, summed: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """Return the plain tensor this rank computes with. `summed`: see `part_of_whole`."""
+    if parameter is not None and parameter is not unwrapped(parameter):  # a stack of them, which torch.vmap runs as one
+        sharded = held is not None and held.dim is not None
+        if held is not None and sharded and (held.has_spare_room or held.shared.count or held.read is not None):
+            return parameter  # rows are picked along `held.dim`, which is another dim of the stack
+        return outside_of_vmap(partial(local_view, held=held), parameter)
     lies_on_tp = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
     if parameter is None:
         return None

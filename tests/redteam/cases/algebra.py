@@ -253,3 +253,34 @@ class MadeByVmap(nn.Module):
     def forward(self, x):
         one = lambda u, d: F.linear(F.linear(x, u).relu(), d)  # noqa: E731
         return torch.vmap(one)(self.up, self.down).mean(0)
+
+
+@case(call(X))
+class ModulesByVmap(nn.Module):
+    """A list of modules run as one: vmap of a functional call over their stacked parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.members = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)])
+
+    def forward(self, x):
+        x = self.first(x)
+        stacked, buffers = torch.func.stack_module_state(list(self.members))
+        one = lambda p, b: torch.func.functional_call(self.members[0], (p, b), (x,))  # noqa: E731
+        return x + torch.vmap(one)(stacked, buffers).mean(0)
+
+
+@case(call(X))
+class MixtureByVmap(nn.Module):
+    """Experts as a list, stacked by name and mixed by a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+
+    def forward(self, x):
+        names = [name for name, _ in self.experts[0].named_parameters()]
+        stacked = {n: torch.stack([dict(e.named_parameters())[n] for e in self.experts]) for n in names}
+        one = lambda p: torch.func.functional_call(self.experts[0], p, (x,))  # noqa: E731
+        return torch.einsum("bte,ebtd->btd", self.gate(x).softmax(-1), torch.vmap(one)(stacked).tanh())
