@@ -59,9 +59,8 @@ def local_view(
 ) -> torch.Tensor | None:
     """Return the plain tensor this rank computes with. `summed`: see `part_of_whole`."""
     if parameter is not None and parameter is not unwrapped(parameter):  # a stack of them, which torch.vmap runs as one
-        sharded = held is not None and held.dim is not None
-        if held is not None and sharded and (held.has_spare_room or held.shared.count or held.read is not None):
-            return parameter  # rows are picked along `held.dim`, which is another dim of the stack
+        if held is not None and (held.has_spare_room or held.shared.count or held.read is not None):
+            return parameter  # rows are picked along a dim of the parameter, which is another one of the stack
         return outside_of_vmap(partial(local_view, held=held), parameter)
     lies_on_tp = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
     if parameter is None:

@@ -267,8 +267,9 @@ class ModulesByVmap(nn.Module):
     def forward(self, x):
         x = self.first(x)
         stacked, buffers = torch.func.stack_module_state(list(self.members))
-        one = lambda p, b: torch.func.functional_call(self.members[0], (p, b), (x,))  # noqa: E731
-        return x + torch.vmap(one)(stacked, buffers).mean(0)
+        return x + torch.vmap(lambda p, b: torch.func.functional_call(self.members[0], (p, b), (x,)))(
+            stacked, buffers
+        ).mean(0)
 
 
 @case(call(X))
@@ -282,5 +283,5 @@ class MixtureByVmap(nn.Module):
     def forward(self, x):
         names = [name for name, _ in self.experts[0].named_parameters()]
         stacked = {n: torch.stack([dict(e.named_parameters())[n] for e in self.experts]) for n in names}
-        one = lambda p: torch.func.functional_call(self.experts[0], p, (x,))  # noqa: E731
-        return torch.einsum("bte,ebtd->btd", self.gate(x).softmax(-1), torch.vmap(one)(stacked).tanh())
+        made = torch.vmap(lambda p: torch.func.functional_call(self.experts[0], p, (x,)))(stacked)
+        return torch.einsum("bte,ebtd->btd", self.gate(x).softmax(-1), made.tanh())
