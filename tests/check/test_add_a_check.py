@@ -1,6 +1,6 @@
-"""A stranger's change: a check of the audit is one file and one line in the list, as docs/howto/add-a-check.md says.
+"""A stranger's change: a check of the audit is a function and its name in a list, as docs/howto/add-a-check.md says.
 
-The file is the one in that page, word for word; it is put into the list for a while, and an audit names it.
+The function is the one in that page, word for word; it is put into the list for a while, and an audit names it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "add-a-check.md"
 
 @pytest.fixture
 def check(tmp_path: Path) -> AuditCheck:
-    """The file of the page, as it would be imported."""
+    """The function of the page, as it would be imported."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     path = tmp_path / "long_lines.py"
     path.write_text(textwrap.dedent(code))
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return AuditCheck.of(module)
+    return AuditCheck.of(module.long_lines)
 
 
 def test_it_is_documented_as_all_checks_are(check: AuditCheck) -> None:

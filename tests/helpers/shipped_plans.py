@@ -33,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.check.audit.auditor import audit_source
-from autoplan.check.audit.checks.around.quantised import Parting, partings
+from autoplan.check.audit.checks.quantised import Parting, partings
 from autoplan.check.audit.lines import ForeignPlan, read_foreign
 from autoplan.check.verify.clone import clone_of
 from autoplan.common.conventions import conventions

@@ -1,43 +1,19 @@
 """The checks of `autoplan audit`, in the order in which they run and are listed.
 
-Each file in the folders here is one check: `NAME`, a docstring that is its documentation, and `run(subject, found)`,
-which yields findings (`found` are those of the checks before it).
+Each is a function: its name, a docstring that is its documentation, and what it does, `(check, subject, found)`, which
+yields findings under the name `check` (`found` are those of the checks before it).
 
 In: an Audited, which holds the plan against the model. Out: findings. May import: what check may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
+from inspect import getdoc
 
-from autoplan.check.audit.checks.around import (
-    adapters,
-    embeddings,
-    frozen,
-    gradient_norm,
-    heads_gather,
-    layers,
-    mixed_parameters,
-    quantised,
-)
-from autoplan.check.audit.checks.cuts import (
-    edges,
-    experts,
-    gradients,
-    head_counts,
-    layouts,
-    norms,
-    packed,
-    pairing,
-    sequence,
-    tied,
-    units,
-    wrapping,
-)
-from autoplan.check.audit.checks.on_ranks import numbers, rounding, runtime
-from autoplan.check.audit.checks.reach import coverage, dead_keys, dialects, overlaps, prefixes
+from autoplan.check.audit.checks import around, cuts, effects, on_ranks, quantised, reach
 from autoplan.check.audit.subject import Audited
 from autoplan.values import Finding
 
@@ -53,21 +29,21 @@ class AuditCheck:
     rows: bool = False
 
     @staticmethod
-    def of(module: ModuleType) -> AuditCheck:
-        rows = module.__name__.rpartition(".")[0].rpartition(".")[2] in ("reach", "cuts")
-        return AuditCheck(module.NAME, (module.__doc__ or "").strip(), module.run, rows)
+    def of(
+        function: Callable[[str, Audited, tuple[Finding, ...]], Iterator[Finding]], *, rows: bool = False
+    ) -> AuditCheck:
+        name = function.__name__.replace("_", "-")
+        return AuditCheck(name, getdoc(function) or "", partial(function, name), rows)
 
 
-CHECKS = tuple(
-    AuditCheck.of(module)
-    for module in (
-        # reach: does the plan reach the model?
-        dead_keys, prefixes, overlaps, dialects, coverage,
-        # cuts: is it right?
-        pairing, edges, layouts, packed, units, head_counts, norms, gradients, tied, experts, sequence, wrapping,
-        # around: and what is around it?
-        embeddings, heads_gather, adapters, frozen, quantised, layers, mixed_parameters, gradient_norm,
-        # on_ranks: what carrying it out shows
-        runtime, numbers, rounding,
-    )
+# Does the plan reach the model, are its cuts right, and does the code around them go on to work?
+_ABOUT_ROWS = (
+    reach.dead_keys, reach.prefixes, reach.overlaps, reach.dialects, reach.coverage, cuts.pairing, cuts.edges,
+    cuts.layouts, cuts.packed, cuts.units, cuts.head_counts, effects.norms, effects.gradients, effects.tied,
+    effects.experts, effects.sequence, effects.wrapping,
 )  # fmt: skip
+_AROUND = (
+    around.embeddings, around.heads_gather, around.adapters, around.frozen, quantised.quantised, around.layers,
+    around.mixed_parameters, around.gradient_norm, on_ranks.runtime, on_ranks.numbers, on_ranks.rounding,
+)  # fmt: skip
+CHECKS = (*(AuditCheck.of(one, rows=True) for one in _ABOUT_ROWS), *map(AuditCheck.of, _AROUND))

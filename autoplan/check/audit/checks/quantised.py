@@ -1,8 +1,4 @@
-"""quantised: a weight and its scales must be cut together, between blocks; else numbers are rescaled by the wrong
-block.
-
-Where the config says how weights are stored, arithmetic proves what parts; else companions are recognised by shape.
-"""
+"""Do the tensors of a quantised weight part when a foreign plan cuts each of them by itself? Arithmetic proves it."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ from autoplan.check.audit.subject import Audited, Level, Said, plain_rows, said_
 from autoplan.common.torch_internals import own_buffers, own_parameters
 from autoplan.values import Finding
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight
-
-# Do the tensors of a quantised weight part when a foreign plan cuts each of them by itself? Arithmetic proves it.
 
 
 @dataclass(frozen=True)
@@ -92,18 +86,22 @@ def _said(rows: Sequence[int]) -> str:
     return f"{rows[0]}–{rows[-1]}" if [*rows] == [*range(rows[0], rows[-1] + 1)] else str([*rows])
 
 
-NAME = "quantised"
 _WAYS_OUT = "place experts on different ranks, use fewer ranks, or replicate it: see autoplan.plan"
 
 
-def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def quantised(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    """quantised: a weight and its scales must be cut together, between blocks; else numbers are rescaled by the wrong
+    block.
+
+    Where the config says how weights are stored, arithmetic proves what parts; else companions are recognised by shape.
+    """
     if subject.plan.plan is None:  # a plan of ours cuts stored tensors with their weight
         parted: dict[tuple[str, str, str], list[str]] = {}
         for one in partings(subject.plan, subject.packed, subject.modules, subject.tp_size):
             parted.setdefault((one.line.pattern, one.message, one.proof), []).append(one.weight)
         for (pattern, message, proof), names in parted.items():
             size = sum(weight.bytes for weight in subject.packed if weight.name in names)
-            yield Finding(NAME, "error", pattern, f"{subject.folded(names)}: {message}", _WAYS_OUT, size, proof)
+            yield Finding(check, "error", pattern, f"{subject.folded(names)}: {message}", _WAYS_OUT, size, proof)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for module, held in subject.modules.items():
         tensors = {**own_parameters(held), **own_buffers(held)}
@@ -125,7 +123,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         level: Level = "error" if subject.is_wrong else "warn"
         text, proof = f"{modules[0]}: {problem}", subject.proof() if subject.is_wrong else ""
         hint = f"shard the weight and {other} together, between blocks"
-        yield Finding(NAME, level, pattern, text, hint, proof=proof)
+        yield Finding(check, level, pattern, text, hint, proof=proof)
 
 
 def _blocks(weight: Any, scale: Any) -> tuple[int, int] | None:
