@@ -138,8 +138,8 @@ def _sequence_parallel(rows: Mapping[str, Any], says: Mapping[str, str], model: 
     names = {starred(name) for name, _ in model.clone.model.named_modules()}
     inner = [key for key in says if "*" in key]
     needed = {"model.embed_tokens", "model.norm", "model.layers.*.input_layernorm", "lm_head"}
-    needed |= {"model.layers.*.mlp.down_proj"}  # what experts give is whole
-    if not needed <= names or not {"model.embed_tokens", "lm_head"} <= set(says) or any(
+    ends = {"model.embed_tokens", "model.layers.*.mlp.down_proj", "lm_head"}  # what a row leaves out is whole
+    if not needed <= names or not ends <= set(says) or any(
         says[key] not in (*_COLUMN, *_ROW) for key in inner
     ):  # fmt: skip
         return {}
