@@ -252,6 +252,25 @@ def test_a_spec_for_what_autotp_never_cuts_is_dead() -> None:
     assert report.ok and report.details["outcome"] == "exact" and "Router" in dead.message, report
 
 
+def test_a_weight_of_fewer_rows_than_ranks_is_not_cut_by_autotp() -> None:
+    """Such a plan is not run: AutoTP's rules for uneven sizes are not emulated. One rank would hold no row."""
+    model = decoder()
+    for layer in model.layers:
+        layer.mlp = nn.Sequential(Gate(), layer.mlp)
+    report = autoplan.audit(model, DIALECTS["deepspeed"]({"layers.*.mlp.0.w": "colwise"}), 2)
+    assert is_about(report, 0, "layers.*.mlp.0.w") and "1 row, not divisible by tp=2" in report.findings[0].message
+    assert not report.ok and "layers.*.mlp.0.w" in report.findings[0].hint, report
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(32, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sigmoid(self.w(x))
+
+
 def test_a_rule_for_a_dim_that_is_not_there() -> None:
     model = decoder()
     plan = with_rule(autoplan.plan(model, tp_size=2, prove="none"), "w1.weight", dim=2)

@@ -208,22 +208,27 @@ def units(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[
             groups.setdefault((weight.said.line.pattern, *unit), []).append(weight)
     for (pattern, count, width), weights in groups.items():
         tp = subject.tp_size
-        text = f"{weights[0].name} has {count} units of {width} rows, not divisible by tp={tp}"
+        units = f"{count} units of {width} rows" if width > 1 else f"{count} rows" if count > 1 else "1 row"
+        text = f"{weights[0].name} has {units}, not divisible by tp={tp}"
         hint = f"valid tp: {legal}; or replicate it"
         names = [weight.name for weight in weights]
         if subject.ran_at_full_size:
             yield subject.suspect(check, pattern, text, hint, names=names)
         else:
-            proof = f"a rank would hold {count * width / tp:g} rows: {count / tp:g} units"
+            proof = f"a rank would hold {count * width / tp:g} rows" + (f": {count / tp:g} units" if width > 1 else "")
             yield Finding(check, "error", pattern, text, hint, proof=proof)
 
 
 def _broken_unit(subject: Audited, weight: Weight) -> tuple[int, int] | None:
     """(number of units, rows in a unit) where a cut leaves parts of units on ranks."""
     said, fact = weight.said, weight.fact
-    if said.dim is None or not weight.is_matrix or said.line is None or said.line.style in EXACT_ALONE:
+    if said.dim is None or said.line is None or said.line.style in EXACT_ALONE:
         return None
     size = fact.shape[said.dim]
+    if size < subject.tp_size and len(fact.shape) > 1:
+        return size, 1
+    if not weight.is_matrix:
+        return None
     if fact.dim == said.dim and fact.layout is not None and "@" in fact.layout:
         # Key/value heads shared by groups of ranks: a plain cut is right only where it gives the same rows.
         units = next((part.size for part in Layout.parse(fact.layout).parts if part.split), 1)
