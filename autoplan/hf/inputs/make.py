@@ -75,7 +75,7 @@ def make_feeds(
         crossed = {**main, argument: maker.encoded()}
         with_states = tried(model, crossed, main)
         if with_states.failure is not None and getattr(config, "is_decoder", True):
-            notes.append(f"no feed with encoder states: {' '.join(str(with_states.failure).split())[:200]}")
+            notes.append(f"no feed with {argument}: {str(with_states.failure).splitlines()[0]}")
         elif with_states.failure is None and with_states.used:
             feeds["cross"] = crossed
     if len(maker.configs) > 1 or config.is_encoder_decoder:  # else there is only a text model
