@@ -24,6 +24,7 @@ from autoplan.common.layout import Layout
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     Amount,
+    AttendAcross,
     Boundary,
     CallRewrite,
     Collective,
@@ -102,11 +103,16 @@ def block_traffic(
     moves = tuple(_moves(shards, flow, runtime, names, context or shards.tp, within))
     payments = (*least_sums(shards, flow, reductions), *_paid_in_calls(shards, flow, reductions))
     runs = _Blocks(shards, names)
+    # Ranks whose own queries attend to all positions need all keys and values
+    sites = {(one.pattern, one.site.function, one.site.place) for one in runtime.of(AttendAcross)}
+    calls = enumerate(shards.trace.calls)
+    attending = {(index, index + 1) for index, call in calls if (call.module, call.name, call.place) in sites}
     traffic, excess = [], []
     for name, visits in runs.visits.items():
         spans = [visit.calls for visit in visits]
         inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
         needed = [payment for payment in payments if _is_due(payment, spans)]
+        needed += [Payment(m.backward, frozenset(range(*m.calls)), m.weight) for m in inside if m.calls in attending]
         tokens = pieces * runs.tokens(visits[0])
         moved = _traffic(name, inside, needed, tokens, _summed_once(shards, runtime, name), shards)
         traffic.append(moved)
@@ -338,7 +344,7 @@ def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> s
         text = "{} are all-reduced separately, since the block uses them other than by adding them together"
         return "; ".join(map(text.format, apart))
     whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
-    if whole and any(move.kind is Collective.ALL_GATHER for move in moves):
+    if whole and any(move.kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) for move in moves):
         return f"the sequence is gathered or sharded again for an op that needs all of it: at {', '.join(whole)}"
     return f"one all-reduce per value at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}"
 

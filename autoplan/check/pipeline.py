@@ -155,13 +155,14 @@ def prove_graph(
         text = f"no tiny clone to verify the plan on: {error.message}"
         proof = Proof("none", 1, False, (), text, trial, _found_wrong(trial))
         return GraphProof(proof, (Finding("proof", "warn", "", text, error.hint or _TO_PASS),))
+    context = plan.tp_size == 1 < plan.cp_size  # the graph shows what tp splits, which is more than cp's heads
     solution = solve_chosen(
         captured.trace,
         _TINY_TP,
         choices.for_clone() if choices is not None else None,
-        tuple(stack.fqns for stack in layers(clone)) if plan.cp_size > 1 else None,
+        tuple(stack.fqns for stack in layers(clone)) if context else None,
         experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Capabilities()),
-        context=plan.cp_size > 1,
+        context=context,
     )
     assert solution.shards is not None
     with precision():
@@ -181,7 +182,8 @@ def prove_graph(
     text += f"; except {', '.join(missing)}, which the tiny clone never runs" if missing else ""
     wrong = _found_wrong(trial, findings)
     ok = not wrong and trial.outcome != "skipped"
-    proof = Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong)
+    checked = ("permutation", "replay") if law.passed or law.failed or played.split_ops else ()
+    proof = Proof("graph", _TINY_TP, ok, checked, text, trial, wrong)
     return GraphProof(proof, tuple(findings), unseen)
 
 

@@ -57,6 +57,8 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
         _refuse_remote_code(data, str(folder), trust_remote_code)
         model_type = data.get("model_type")
         if model_type not in CONFIG_MAPPING and "AutoConfig" not in (data.get("auto_map") or {}):
+            if model_type is None:
+                raise SourceError(f"{path} names no model_type", hint="fetch the file again, or pass the model itself")
             near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), 3)
             raise SourceError(
                 f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",

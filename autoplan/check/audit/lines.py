@@ -106,7 +106,8 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
         if isinstance(data, Mapping) and "autoplan" in data:
             return foreign_of(load_plan(path), str(path))
         if not isinstance(data, Mapping):
-            raise WrittenPlanError(f"{path} holds a {type(data).__name__}, not a plan", hint="write pattern: style")
+            what = "is empty" if data is None else f"holds a {type(data).__name__}, not a plan"
+            raise WrittenPlanError(f"{path} {what}", hint="write pattern: style")
         return _of_mapping(data, str(path), model)
     if plan_by_id(text) is not None:
         return text

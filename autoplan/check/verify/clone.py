@@ -360,7 +360,8 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
         raise AutoplanError(f"mesh {text!r} names a dim twice", hint="write it as dp=2,tp=2")
     for name, size in pairs.items():
         if name not in NAMES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise AutoplanError(f"mesh {text!r}: {name}={size}", hint=f"sizes from 1, for {', '.join(NAMES)}")
+            what = f"its dim {name!r} has no known name" if name not in NAMES else f"the size of {name} is {size!r}"
+            raise AutoplanError(f"mesh {text!r}: {what}", hint=f"sizes from 1, for {', '.join(NAMES)}")
     if pairs.get("tp", 1) > 1 and pairs.get("ep", 1) > 1:
         hint = "omit ep and pass ep_size, or omit tp"
         raise AutoplanError(f"mesh {text!r} has tp and ep: experts use the tp ranks, or a dim of their own", hint=hint)

@@ -135,10 +135,13 @@ def coverage(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
     A plan may be right and still run out of memory. Counted are weights with two dims or more that analysis can split.
     """
     matrices = [weight for weight in subject.weights if weight.is_matrix]
+    level: Level
     if subject.tp_size > 1 and not any(weight.said.dim is not None for weight in matrices):
         total = sum(weight.bytes for weight in subject.weights)
-        text = f"the plan shards nothing: {bytes_text(total)} are replicated"
-        yield Finding(check, "warn", "", text, "see `autoplan plan` for what can be sharded", total)
+        text, level = f"the plan shards nothing: {bytes_text(total)} are replicated", "warn"
+        if subject.plan.lines and {line.pattern for line in subject.plan.lines} <= {f.where for f in found}:
+            text, level = f"no row matches the model, so {text}", "error"  # the plan of another model
+        yield Finding(check, level, "", text, "see `autoplan plan` for what can be sharded", total)
         return
     able = [weight for weight in matrices if weight.fact.dim is not None]
     missed = [weight for weight in able if weight.said.dim is None]
@@ -156,7 +159,7 @@ def coverage(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
         total = sum(weight.bytes for weight in mine)
         if total and whole / total > 0.5:
             said.append(f"blocks of {stack.name} are sharded by {1 - whole / total:.0%}")
-    level: Level = "warn" if share < _ENOUGH or said else "note"
+    level = "warn" if share < _ENOUGH or said else "note"
     hint = "; ".join([*said, "`autoplan plan` shards them"])
     first = subject.folded([weight.name for weight in missed if starred(weight.name) == starred(missed[0].name)])
     yield Finding(check, level, first, text, hint, held)
