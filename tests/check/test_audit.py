@@ -318,6 +318,15 @@ def test_an_empty_plan_shards_nothing() -> None:
     report = audited({})
     (found,) = [finding for finding in report.findings if finding.check == "coverage"]
     assert "shards nothing" in found.message and found.bytes == sum(p.nbytes for p in decoder().parameters())
+    assert report.ok and found.level == "warn"
+
+
+def test_a_plan_of_another_model_is_rejected() -> None:
+    report = audited({f"encoder.{key}": style for key, style in GOOD.items()})
+    (found,) = [finding for finding in report.findings if finding.check == "coverage"]
+    assert not report.ok and "no row matches the model" in found.message
+    some = audited({"encoder.layers.0.x": "colwise", **GOOD})
+    assert some.ok and "dead-keys" in [finding.check for finding in some.findings]
 
 
 def test_plans_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from autoplan.common.errors import AutoplanError
 from autoplan.emit.explain import explain
 from autoplan.emit.tables.terminal import plain_text, plan_view, report_view
-from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, replace
+from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Trial, replace
 
 PLANS = {"llama": llama_plan(), "odd": odd_plan(), "empty": Plan("nothing", 1)}
 
@@ -127,6 +127,10 @@ def test_markup_in_names_is_text() -> None:
     [
         (Proof("none", 1, False), "Not proven."),
         (Proof("graph", 2, True), "Proven on the graph."),
+        (
+            Proof("graph", 2, True, trial=Trial("passed", ranks=4)),
+            "Proven on 4 simulated ranks: a tiny clone's results are equal; its graph has nothing to check",
+        ),
         (Proof("ranks", 4, False, ("forward",), "off"), "Proof failed on 4 simulated ranks by forward: off"),
     ],
 )

@@ -203,7 +203,7 @@ def proof_text(proof: Proof) -> Text:
         return Text(f"Not proven{same}.", "yellow")
     where = {"graph": "on the graph", "ranks": f"on {count(proof.tp_size, 'simulated rank')}"}
     verdict = Text.assemble(("Proven", "bold green") if proof.ok else ("Proof failed", "bold red"))
-    if proof.ok and proof.method == "graph" and not proof.checked:
+    if proof.ok and proof.method == "graph" and not proof.checked and proof.trial.outcome == "passed":
         ranks = count(proof.trial.ranks, "simulated rank")
         return verdict.append(f" on {ranks}: a tiny clone's results are equal; its graph has nothing to check")
     verdict.append(f" {where[proof.method]}")

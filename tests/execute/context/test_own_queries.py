@@ -51,7 +51,9 @@ def test_the_plan_says_so(made: Any) -> None:
     (attends,) = [one for one in plan.runtime.instructions if isinstance(one, AttendAcross)]
     assert attends.pattern == "model.layers.*.self_attn"
     assert not [one for one in plan.runtime.instructions if isinstance(one, ExchangeToPieces)]
-    assert plan.communication[0].forward.keys() == {"all_gather"}
+    traffic = plan.communication[0]
+    assert traffic.forward.keys() == {"all_gather"} and tuple(traffic.forward.values()) == (traffic.least_forward,)
+    assert not [finding for finding in plan.findings if finding.check == "communication"]
     assert "with the keys and values of all ranks" in plan.explain("model.layers.1.self_attn")
     assert f"are not divisible by {ranks} ranks" in plan.explain("model.layers.1.self_attn.q_proj")
     assert "for its own queries" in plan.explain("model.layers.1.self_attn.q_proj")
