@@ -21,6 +21,7 @@ from autoplan.analyse.placement.minimum_cut import LEAVES_PARTS, Payment, least_
 from autoplan.analyse.sequence.exchange import MAY_MOVE
 from autoplan.analyse.shards import Shards
 from autoplan.common.layout import Layout
+from autoplan.common.patterns import grouped
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     Amount,
@@ -138,9 +139,7 @@ def _moves(
 ) -> Iterator[_Moved]:
     """Yield every collective of the plan, except those that begin and end a sharded stream: they belong to no block."""
     trace, reached = shards.trace, flow.with_gradients()
-    visits: dict[str, list[ModuleVisit]] = {}
-    for visit in trace.visits:
-        visits.setdefault(visit.module, []).append(visit)
+    visits = grouped((visit.module, visit) for visit in trace.visits)
     for instruction in runtime.instructions:
         if isinstance(instruction, CallRewrite):
             yield from _at_call(instruction, shards, flow, reached)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from autoplan.common.errors import PlanMismatchError
-from autoplan.common.patterns import matches, nearest
+from autoplan.common.patterns import grouped, matches, nearest
 from autoplan.execute.fits import model_hash
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Entry, Plan
@@ -73,9 +73,7 @@ class PlannedModel(ParallelStyle):
 def to_torch(plan: Plan, *, gather_logits: bool | None = None) -> dict[str, ParallelStyle]:
     """Return fresh {pattern: style} for `parallelize_module(model, tp_mesh, …)`; the last key is ""."""
     applied: set[str] = set()
-    by_module: dict[str, list[Entry]] = {}
-    for entry in plan.entries:
-        by_module.setdefault(_module_of(entry), []).append(entry)
+    by_module = grouped((_module_of(entry), entry) for entry in plan.entries)
     styles: dict[str, ParallelStyle] = {
         module: PlannedModule(tuple((entry.pattern, entry.style) for entry in entries), applied)
         for module, entries in by_module.items()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.conventions import CheckpointWriter, conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
+from autoplan.common.patterns import grouped
 from autoplan.common.torch_internals import uncompiled
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model
 from autoplan.execute.parameters.held import held_parameters, plain_name
@@ -247,10 +248,7 @@ def whole_on_writer(value: Any, keep: bool) -> Any:
 def _names(model: nn.Module, names: list[str], writer: CheckpointWriter) -> Iterator[str]:
     """Yield the name of every tensor once: of tied ones, the name that the library reads."""
     owner = {name: id(parameter) for name, parameter, _ in held_parameters(model)}
-    shared: dict[int, list[str]] = {}
-    for name in names:
-        if plain_name(name) in owner:
-            shared.setdefault(owner[plain_name(name)], []).append(name)
+    shared = grouped((owner[plain_name(name)], name) for name in names if plain_name(name) in owner)
     chosen = {next((n for n in group if n not in writer.copies), group[0]) for group in shared.values()}
     for name in names:
         if (plain_name(name) not in owner or name in chosen) and name not in writer.left_out:
