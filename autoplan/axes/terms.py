@@ -125,19 +125,6 @@ def leaves(term: Term) -> list[Term]:
     return axes
 
 
-def contains(term: Term, part: Term) -> bool:
-    """Return whether `part` occurs in `term` (or is `term`)."""
-    part, todo, seen = find(part), [find(term)], set[int]()
-    while todo:
-        node = todo.pop()
-        if node is part:
-            return True
-        if node.id not in seen and node.size > part.size:
-            seen.add(node.id)
-            todo.extend(find(inner) for inner in node.parts)
-    return False
-
-
 def is_data(term: Term) -> bool:
     """Return whether the term consists of axes of the input only."""
     term = find(term)

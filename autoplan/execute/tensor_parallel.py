@@ -27,9 +27,8 @@ from autoplan.execute.dropout import SharedRandomness, draws_in_code, may_draw
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
-from autoplan.execute.hooks.encoders import keep_dense
 from autoplan.execute.hooks.install import ModuleWork, install, keep_order
-from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
+from autoplan.execute.hooks.replaced import install_inner_entries, keep_dense, watch_children, watch_no_longer
 from autoplan.execute.hooks.root import Root, can_run_whole, is_at_exit
 from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.execute.parameters.optimizer import stop_following

@@ -15,7 +15,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.wants import Path, State, is_nothing
-from autoplan.capture.feeding.watch import Watch, origin, outside_torch
+from autoplan.capture.feeding.watch import Demand, Watch, demand_of, origin, outside_torch
 from autoplan.common.nested import flatten_tensors
 
 
@@ -46,6 +46,12 @@ class Failure:
     @cached_property
     def text(self) -> str:
         return str(self.error)
+
+    @property
+    def demand(self) -> Demand | None:
+        """Return what the failed call demands of a tensor."""
+        demand = demand_of(self.watch.failed) if self.watch.failed is not None else None
+        return demand if demand is not None and isinstance(demand.tensor, torch.Tensor) else None
 
     @property
     def is_untraceable(self) -> bool:

@@ -19,7 +19,7 @@ from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.messages import index_outside, sizes_differ, unpacked
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
-from autoplan.capture.feeding.watch import Demand, FailedCall, demand_of, is_direct, origin
+from autoplan.capture.feeding.watch import Demand, FailedCall, is_direct, origin
 from autoplan.ops import call_record
 from autoplan.ops.indexing import takes_bags, takes_targets
 from autoplan.ops.pieces import joins
@@ -60,9 +60,9 @@ def as_many(failure: Failure) -> Iterator[State]:
     pairs = [pair for a, b in itertools.permutations(shapes, 2) for pair in zip(reversed(a), reversed(b), strict=False)]
     pairs += [(have, have + 1) for have in lengths if isinstance(failure.error, IndexError)]
     pairs += [(have, needed[0]) for have in lengths if (needed := unpacked(failure))]
-    demand = demand_of(call) if call is not None and lengths else None  # of what is joined from the items
+    demand = failure.demand if lengths else None  # of what is joined from the items
     tensor: Any = demand.tensor if demand is not None else None
-    for dim, size in demand.sizes if demand is not None and isinstance(tensor, torch.Tensor) else ():
+    for dim, size in demand.sizes if demand is not None else ():
         if -tensor.dim() <= dim < tensor.dim() and (have := tensor.shape[dim]):
             pairs += [(length, size * length // have) for length in lengths if size * length % have == 0]
     modules = {len(own) for own in failure.model.modules() if isinstance(own, torch.nn.ModuleList)}
@@ -222,9 +222,8 @@ def concatenated(failure: Failure) -> Iterator[State]:
 def one_each(failure: Failure) -> Iterator[State]:
     """Yield states with one id in place of a sequence of ids: a layer got too much by some rows of one length, or too
     little by the number of lookups."""
-    call = failure.watch.failed
-    demand = demand_of(call) if call is not None else None
-    if demand is None or not isinstance(demand.tensor, torch.Tensor):
+    demand = failure.demand
+    if demand is None:
         return
     state, tensor = failure.state, demand.tensor
     leaves = {path: leaf for path in origin(tensor) if (leaf := state.at(path)) is not None}

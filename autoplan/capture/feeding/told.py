@@ -37,7 +37,7 @@ from autoplan.capture.feeding.together import (
     one_each,
 )
 from autoplan.capture.feeding.wants import Path, State, Want
-from autoplan.capture.feeding.watch import Demand, demand_of, is_direct, origin
+from autoplan.capture.feeding.watch import Demand, is_direct, origin
 from autoplan.common.nested import is_record
 
 Proposal = tuple[State, str]
@@ -81,9 +81,8 @@ def _exact(failure: Failure) -> Iterator[State]:
 
 def _consumer(failure: Failure) -> Iterator[State]:
     """Yield states in which an argument fits the failed operation's weight."""
-    call = failure.watch.failed
-    demand = demand_of(call) if call is not None else None
-    if demand is None or not isinstance(demand.tensor, torch.Tensor):
+    demand = failure.demand
+    if demand is None:
         return
     state, tensor = failure.state, demand.tensor
     yield from itertools.islice(joined(state, demand), _FEW)
@@ -100,11 +99,8 @@ def _consumer(failure: Failure) -> Iterator[State]:
 
 def _other(failure: Failure) -> Iterator[State]:
     """Yield states with an optional argument, where a layer got what other layers computed and it does not fit."""
-    call = failure.watch.failed
-    demand = demand_of(call) if call is not None else None
-    if demand is None or not isinstance(demand.tensor, torch.Tensor) or is_direct(demand.tensor):
-        return
-    for parameter in failure.arguments.optional[:4]:
+    demand = failure.demand
+    for parameter in failure.arguments.optional[:4] if demand is not None and not is_direct(demand.tensor) else ():
         if not failure.state.holds(parameter.name):
             for want in failure.arguments.usual(parameter):
                 if want.is_tensor:
