@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.call_instructions import call_instruction, lengths_in
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.minimum_cut import LEAVES_PARTS, Payment, least_sums
 from autoplan.analyse.sequence.exchange import MAY_MOVE
-from autoplan.analyse.shards import Shards
 from autoplan.common.layout import Layout
 from autoplan.common.patterns import grouped
 from autoplan.ops.records.answers import Reduction

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 
-from autoplan.analyse.infer import Axes, infer_axes
+from autoplan.analyse.infer import Axes, Shards, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.seen import given, idle, of_arguments, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, mixed_leaves, place_sequence, sequence_boundaries
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import SplitMarks, Tried, choose, legal_sizes, occurrences
 from autoplan.analyse.splits.integer_edits import Edits, solve_edits
 from autoplan.analyse.splits.model_ends import (

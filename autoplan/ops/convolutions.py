@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import Term, find, is_data, leaf, product
+from autoplan.axes.terms import Event, Term, find, is_data, leaf, product
 from autoplan.ops.records.answers import NEVER, Drawn, Extent, Linear, Product, Reduction
 from autoplan.ops.records.on_shards import NO_SIZES, Groups, Local, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, op, python_call

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import ONE, find
+from autoplan.axes.terms import ONE, Event, find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction
 from autoplan.ops.records.on_shards import NO_SIZES, Groups, Local, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, op, python_call

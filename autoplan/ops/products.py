@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import find
+from autoplan.axes.terms import Event, find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Product, Reduction
 from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp, as_written
 from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.splits.experts import Experts, solve_experts
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, as_over_both, packed_layouts, stay_whole
