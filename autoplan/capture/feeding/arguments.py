@@ -8,7 +8,6 @@ import enum
 import functools
 import inspect
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from torch import nn
 
 from autoplan.capture.feeding.names import passed_on, usual_names
 from autoplan.capture.feeding.wants import Path, State, Want, is_nothing, is_number
+from autoplan.common.code.code_place import nodes_of
 from autoplan.common.conventions import conventions
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
@@ -116,12 +116,8 @@ class Arguments:
 
 def keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
     """Return the keys that a forward reads from its `**rest`; `rest["x"]` is required unless it is tested for."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(model.forward)))
-    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
-        return []
     must: dict[str, bool] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(model.forward):
         match node:
             case ast.Subscript(value=ast.Name(id=found), slice=ast.Constant(value=str(key))):
                 needed = True
@@ -225,11 +221,7 @@ def _plain(parameter: inspect.Parameter, model: nn.Module) -> Iterator[Want]:
 def _compared_strings(function: Any) -> dict[str, list[str]]:
     """Return the strings with which a function compares each name."""
     strings: dict[str, list[str]] = {}
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
-        return strings
-    for node in ast.walk(tree):
+    for node in nodes_of(function):
         match node:
             case ast.Compare(left=ast.Name(id=name), ops=[ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()]):
                 within: list[ast.AST] = list(node.comparators)
