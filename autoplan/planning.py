@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.sequence.combined import combined
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.splits.packed import divides_one_only, split_otherwise
 from autoplan.capture.capture import Captured, capture_any, capture_fake, capture_hollow

@@ -15,12 +15,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.call_instructions import call_instruction, lengths_in
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.minimum_cut import LEAVES_PARTS, Payment, least_sums
 from autoplan.analyse.sequence.exchange import MAY_MOVE
-from autoplan.analyse.shards import Shards
 from autoplan.common.layout import Layout
+from autoplan.common.patterns import grouped
 from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     Amount,
@@ -144,9 +145,7 @@ def _moves(
 ) -> Iterator[_Moved]:
     """Yield every collective of the plan, except those that begin and end a sharded stream: they belong to no block."""
     trace, reached = shards.trace, flow.with_gradients()
-    visits: dict[str, list[ModuleVisit]] = {}
-    for visit in trace.visits:
-        visits.setdefault(visit.module, []).append(visit)
+    visits = grouped((visit.module, visit) for visit in trace.visits)
     for instruction in runtime.instructions:
         if isinstance(instruction, CallRewrite):
             yield from _at_call(instruction, shards, flow, reached)

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.analyse.infer import Axes
+from autoplan.analyse.infer import Axes, Shards
 from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Placement
 from autoplan.analyse.placement.sums import place
-from autoplan.analyse.shards import Shards
 from autoplan.common.patterns import holders
 from autoplan.ops.creation import fills
 from autoplan.values import AllReduceGradient, Boundary, Constant, Side, Trace

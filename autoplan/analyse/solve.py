@@ -7,18 +7,17 @@ plan can be relied on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 
-from autoplan.analyse.infer import Axes, infer_axes
+from autoplan.analyse.infer import Axes, Shards, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.seen import given, idle, of_arguments, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, mixed_leaves, place_sequence, sequence_boundaries
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import SplitMarks, Tried, choose, legal_sizes, occurrences
 from autoplan.analyse.splits.integer_edits import Edits, solve_edits
 from autoplan.analyse.splits.model_ends import (
@@ -124,7 +123,8 @@ def solve(
         demands = demands.and_also(_whole_but_mixed(trace, flow, axes, tp, scoped, demands, sequence_stacks or ()))
     done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     legal = _legal_sizes(trace, flow, axes, tp, done, scoped, demands)
-    parted = tuple(_parted_facts(trace, axes, done))
+    parts = {leaf: number for number, leaf in enumerate(done.tried.why)}
+    parted = tuple(_class_facts(trace, axes, parts, done.tried.why))
     wanted = products_to_gather(trace, axes, done.shards, tp, done.choice.indivisible, demands)
     if wanted:
         axes = infer_axes(trace, frozenset(wanted))
@@ -286,7 +286,7 @@ def _solution(
         axes=done.axes,
         tp_size=tp,
         parameters=facts,
-        classes=tuple(_class_facts(trace, done, ids)),
+        classes=tuple(_class_facts(trace, done.axes, ids, done.choice.reasons, done.choice.marks)),
         runtime=runtime,
         reductions=dict(done.placement.reductions),
         legal_tp=legal,
@@ -325,20 +325,15 @@ def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:
     return ids
 
 
-def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[ClassFact]:
-    uses = occurrences(trace, done.axes)
+def _class_facts(
+    trace: Trace, axes: Axes, ids: Mapping[Term, int], reasons: Mapping[Term, Reason], cut: Collection[Term] = ()
+) -> Iterator[ClassFact]:
+    uses = occurrences(trace, axes)
     for leaf, number in ids.items():
         places = tuple((trace.tensors[t].names[0], d) for t, dims in uses.get(leaf, {}).items() for d in sorted(dims))
-        split = leaf in done.choice.marks
-        reason = None if split else done.choice.reasons.get(leaf)
+        split = leaf in cut
+        reason = None if split else reasons.get(leaf)
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
-
-
-def _parted_facts(trace: Trace, axes: Axes, done: _Round) -> Iterator[ClassFact]:
-    uses = occurrences(trace, axes)
-    for number, (leaf, why) in enumerate(done.tried.why.items()):
-        places = tuple((trace.tensors[t].names[0], d) for t, dims in uses.get(leaf, {}).items() for d in sorted(dims))
-        yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, False, why)
 
 
 def _parameter_facts(

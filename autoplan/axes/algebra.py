@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from autoplan.axes.events import Event
 from autoplan.axes.terms import (
     ONE,
+    Event,
     Term,
     concatenation,
     factors,

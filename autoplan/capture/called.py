@@ -9,7 +9,6 @@ import ast
 import inspect
 import itertools
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -23,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from autoplan.capture.copies import copied
 from autoplan.capture.dry_run import own
+from autoplan.common.code.code_place import nodes_of
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 from autoplan.common.nested import call_with
@@ -120,13 +120,8 @@ def _choices(cls: Any) -> tuple[tuple[ast.expr, ...], ...]:
     """Return, for each branch on `self.training` in the code of a class, the other conditions of that branch."""
     choices = []
     for function in _functions(cls):
-        if _MODE not in function.__code__.co_names:
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError, ValueError):  # made while running: there is nothing to read
-            continue
-        choices += [rest for node in ast.walk(tree) if (rest := _chosen(node)) is not None]
+        if _MODE in function.__code__.co_names:
+            choices += [rest for node in nodes_of(function) if (rest := _chosen(node)) is not None]
     return tuple(choices)
 
 

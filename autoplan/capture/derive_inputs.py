@@ -111,11 +111,11 @@ def _searched(
     from autoplan.capture.feeding.search import MOST_TRIES, Search
 
     arguments = Arguments.of(model, first=first)
-    start = arguments.start(model)
+    start = arguments.start()
     for name, size in sizes.items():
         if size != SIZES[name]:
             start = start.with_size(name, size)
-    search = Search(model, arguments, seed, MOST_TRIES if most is None else most)
+    search = Search(arguments, seed, MOST_TRIES if most is None else most)
     state = search.run(start) if start.wants or arguments.open else start
     if state is None:
         raise _not_found(arguments, search)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.splits.model_ends import dim_of_result, gathered_product
 from autoplan.axes.terms import Term
 from autoplan.capture.recorder import Recording

@@ -36,6 +36,7 @@ from autoplan.cli.shared import (
     ended_on_request,
     flushed,
     note,
+    plan_of,
     progress,
     speaking_of,
 )
@@ -43,7 +44,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.stages import seldom_collected
 
 if TYPE_CHECKING:
-    from autoplan.values import Finding, Plan
+    from autoplan.values import Finding
 
 app = typer.Typer(
     help="Plan the tensor parallelism of a model that has no plan, and verify it before paying for GPUs.",
@@ -126,7 +127,7 @@ def plan(
         from autoplan.hf.model_string import inputs_from_string
 
         example["inputs"] = inputs_from_string(inputs)
-    result = _make_plan(model, tp or 1, source, prove.value, trust_remote_code, **how, **example)
+    result = plan_of(model, tp or 1, trust_remote_code, source=source, prove=prove.value, **how, **example)
     if output is None:
         emit(plan_view(result), result.to_dict(), as_json, None)
         if not as_json:  # print the plan before the slow estimate of a step
@@ -151,14 +152,8 @@ def explain(
     output: Output = None,
 ) -> None:
     """Say why one module or parameter is split, or whole, and what runs around it."""
-    from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
-
-    if names_plan_file(model):
-        result = load_plan(model)
-    elif tp is not None:
-        result = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
-    else:
-        raise typer.BadParameter("required unless MODEL is a plan file", param_hint="--tp")
+    missing = "required unless MODEL is a plan file"
+    result = plan_of(model, tp, trust_remote_code, ep=ep, or_file=missing, source=source, prove="none")
     text = result.explain(path)
     emit(text, {"path": path, "explanation": text.splitlines()}, as_json, output)
 
@@ -200,8 +195,8 @@ def verify(
     elif names_plan_file(written):
         loaded = load_plan(written)
     else:
-        how = {"ep": ep or 1, "sequence_parallel": sequence_parallel}
-        loaded = _make_plan(model, tp or 2, written, "none", trust_remote_code, **how)
+        how: dict[str, Any] = {"source": written, "prove": "none", "sequence_parallel": sequence_parallel}
+        loaded = plan_of(model, tp or 2, trust_remote_code, ep=ep or 1, **how)
     options: dict[str, Any] = {"tp_size": tp} | ({} if mesh is None else {"mesh": mesh})
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
@@ -251,7 +246,7 @@ def export(
     """Write a plan for another system: a Python module, a dict, a config."""
     from autoplan.hf.source import resolve
 
-    planned = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
+    planned = plan_of(model, tp, trust_remote_code, ep=ep, source=source, prove="none")
     text = planned.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
     emit(text.rstrip("\n"), None, False, output)
     if reach := getattr(text, "note", ""):
@@ -317,18 +312,6 @@ def _answer(arguments: Sequence[str] | None) -> int:
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
     return code if isinstance(code, int) else OK
-
-
-def _make_plan(
-    model: str, tp: int, source: str, prove: str, trust_remote_code: bool, *, ep: int = 1, cp: int = 1, **how: Any
-) -> Plan:
-    import autoplan
-
-    how |= {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
-    how |= ({"ep_size": ep} if ep > 1 else {}) | ({"cp_size": cp} if cp > 1 else {})
-    sizes = " ".join(f"{name} {size}" for name, size in (("tp", tp), ("cp", cp)) if size > 1)
-    with progress(f"planning {model} for {sizes or 'one rank'}"):
-        return autoplan.plan(model, tp_size=tp, **how)
 
 
 def _exit_code(findings: tuple[Finding, ...]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoplan.cli.estimate import AskedGpu, Estimated, sizes_of
-from autoplan.cli.shared import FINDINGS, OK, AsJson, Output, Page, TpSize, Trust, emit, note, progress
+from autoplan.cli.shared import FINDINGS, OK, AsJson, Output, Page, TpSize, Trust, emit, note, progress, write_report
 from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
@@ -64,17 +64,14 @@ def audit(
     from rich.console import Group
 
     from autoplan.check.audit import audit as run
-    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.audit_report import audit_view, markdown
 
-    if page is not None:
-        check_page(page)
     if fix and output is None:
         raise AutoplanError("--fix writes the corrected plan to a file", hint="give -o FILE")
 
     with progress(f"auditing {plan} for {model} at tp {tp}"):
         report = run(model, plan, tp, layers=layers, tokens=tokens, dtype=dtype, trust_remote_code=trust_remote_code)
-    _paged(report, page)
+    write_report(report, page)
     if fix:
         assert output is not None
         _write_fixed(model, plan, report, output, trust_remote_code)
@@ -137,12 +134,6 @@ def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bo
     return Group(Text(f"If everything possible is sharded{keeps}:", "bold"), sizes) if sizes is not None else None
 
 
-def _paged(report: Report, page: Path | None) -> None:
-    if page is not None:
-        report.report(page)
-        note(f"written to {page}")
-
-
 def _sarif(report: Report, plan: str) -> dict[str, Any]:
     from autoplan.check.audit.checks import CHECKS
     from autoplan.check.audit.lines import lines_of, plan_file_of
@@ -165,15 +156,11 @@ def compare(
 ) -> None:
     """Two plans for one model, weight by weight. The exit code is 1 when they differ, or one is wrong."""
     from autoplan.check.audit.auditor import compare_plans
-    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.terminal import report_view
     from autoplan.hf.source import resolve
 
-    if page is not None:
-        check_page(page)
-
     with progress(f"comparing {a} and {b} for {model} at tp {tp}"):
         report = compare_plans(resolve(model, trust_remote_code=trust_remote_code), a, b, tp)
-    _paged(report, page)
+    write_report(report, page)
     emit(report_view(report, model), report.to_dict(), as_json, output)
     raise typer.Exit(FINDINGS if report.findings else OK)

@@ -21,7 +21,10 @@ from autoplan.cli.shared import (
     Trust,
     emit,
     note,
+    page_path,
+    plan_of,
     progress,
+    write_report,
 )
 from autoplan.common.errors import AutoplanError
 from autoplan.values.estimate import TRAIN
@@ -131,19 +134,14 @@ def choose(
     """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
     asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
     import autoplan
-    from autoplan.emit.pages.markup import check_page
     from autoplan.emit.tables.estimate_table import against_view, choice_view, row_to_dict, row_view
 
-    if page is not None:
-        check_page(page)
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
         choice = autoplan.choose(**asked)
     if row is not None and row > len(choice.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(choice.rows)}")
     against = None if like is None else against_view(*choice.against_first(like))
-    if page is not None:
-        choice.report(page)
-        note(f"written to {page}")
+    write_report(choice, page)
     if script:
         emit(choice.script(), None, False, output)
     elif row is not None:
@@ -308,7 +306,9 @@ def checkpointing_of(text: str) -> bool | str:
 
 def report(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Page to write (.html).")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Page to write (.html).", callback=page_path)
+    ],
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Number of ranks; a plan file has its own.")] = None,
     mesh: Annotated[
         str | None,
@@ -329,17 +329,15 @@ def report(
 ) -> None:
     """Write a plan as one HTML file: what is split, what moves, what fills the memory, how sure it is."""
     from autoplan.decide.written_plans.plan_file import names_plan_file
-    from autoplan.emit.pages.markup import check_page
-
-    check_page(output)
     from autoplan.forecast.asked import mesh_sizes
 
     mesh = mesh if mesh is None and cp == 1 else on_mesh(mesh, cp, tp or 1)
     sizes = {} if mesh is None else dict(mesh_sizes(mesh))
     cp = sizes.get("cp", 1)
     how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "trust_remote_code": trust_remote_code}
-    tp = tp or sizes.get("tp", 1 if cp > 1 else None)
-    plan = _made(model, tp, ep if ep > 1 else sizes.get("ep", 1), how | ({"cp_size": cp} if cp > 1 else {}))
+    tp, ep = tp or sizes.get("tp", 1 if cp > 1 else None), ep if ep > 1 else sizes.get("ep", 1)
+    missing = "required unless MODEL is a plan file, or --mesh has it"
+    plan = plan_of(model, tp, ep=ep, cp=cp, or_file=missing, **how)
     if sizes.get("tp", plan.tp_size) != plan.tp_size:
         raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {plan.tp_size}", hint="pass one of them")
     how |= {"batch": batch, "sequence": sequence, "train": train.value}
@@ -349,22 +347,8 @@ def report(
     priced, memory = (None, None) if is_file else _estimated(model, mesh, plan, gpu, how)
     sizes = sizes or ({"tp": plan.tp_size} if priced is not None else {})
     others = _others(model, plan, sizes, gpu, how) if what_if and not is_file else {}
-    plan.report(output, estimate=priced, memory=memory, what_if=others)
-    note(f"written to {output}")
+    write_report(plan, output, estimate=priced, memory=memory, what_if=others)
     raise typer.Exit(FINDINGS if plan.proof.failed else OK)
-
-
-def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
-    import autoplan
-    from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
-
-    if names_plan_file(model):
-        return load_plan(model)
-    if tp is None:
-        raise typer.BadParameter("required unless MODEL is a plan file, or --mesh has it", param_hint="--tp")
-    how = how | ({"ep_size": ep} if ep > 1 else {})
-    with progress(f"planning {model} for tp {tp}"):
-        return autoplan.plan(model, tp_size=tp, **how)
 
 
 def _others(model: str, plan: Plan, sizes: dict[str, int], gpu: str, how: dict[str, Any]) -> dict[int, WhatIf]:

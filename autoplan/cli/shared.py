@@ -24,6 +24,8 @@ from autoplan.common.stages import set_inside, watched
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from autoplan.values import Plan
+
 OK, FINDINGS, FAILED = 0, 1, 2
 
 
@@ -59,7 +61,43 @@ Output = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not stdout.", callback=_in_a_folder),
 ]
-Page = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page.")]
+
+
+def page_path(path: Path | None) -> Path | None:
+    """Refuse a file that is no page before anything is computed for it."""
+    from autoplan.emit.pages.markup import check_page
+
+    return None if path is None else check_page(path)
+
+
+Page = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page.", callback=page_path)
+]
+
+
+def write_report(shown: Any, page: Path | None, **more: Any) -> None:
+    """Write the page of a value, if it was asked for."""
+    if page is not None:
+        shown.report(page, **more)
+        note(f"written to {page}")
+
+
+def plan_of(
+    model: str, tp: int | None, trust_remote_code: bool, *, ep: int = 1, cp: int = 1, or_file: str = "", **how: Any
+) -> Plan:
+    """Make a plan; with `or_file`, what is missing without `--tp`, MODEL may be a plan file instead."""
+    import autoplan
+    from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
+
+    if or_file and names_plan_file(model):
+        return load_plan(model)
+    if tp is None:
+        raise typer.BadParameter(or_file, param_hint="--tp")
+    how |= {"trust_remote_code": trust_remote_code}
+    how |= ({"ep_size": ep} if ep > 1 else {}) | ({"cp_size": cp} if cp > 1 else {})
+    sizes = " ".join(f"{name} {size}" for name, size in (("tp", tp), ("cp", cp)) if size > 1)
+    with progress(f"planning {model} for {sizes or 'one rank'}"):
+        return autoplan.plan(model, tp_size=tp, **how)
 
 
 _WORDS = re.compile(

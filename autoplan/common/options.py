@@ -266,6 +266,20 @@ def check_argument(name: str, value: Any, kinds: type | tuple[type, ...], hint: 
         raise AutoplanError(f"{name} is {shown}, a {type(value).__name__}", hint=hint)
 
 
+_UNITS = {"gib": 2**30, "mib": 2**20, "kib": 2**10, "tib": 2**40, "gb": 10**9, "mb": 10**6, "kb": 10**3, "tb": 10**12,
+          "g": 10**9, "": 1}  # fmt: skip
+
+
+def bytes_in(text: str) -> int | None:
+    """Return the bytes of a size such as "80GB", "79 GiB" or "5000"; None for other text."""
+    text = text.replace(" ", "").lower()
+    for ending, unit in _UNITS.items():
+        number = text.removesuffix(ending)
+        if text.endswith(ending) and number.isascii() and number.replace(".", "", 1).isdigit() and len(number) < 20:
+            return int(float(number) * unit)
+    return None
+
+
 def check_count(name: str, value: Any) -> None:
     """Raise unless the value is an integer from 1 on."""
     if not _is_count(value):

@@ -30,6 +30,8 @@ class HasPattern(Protocol):
 _LONGEST = 200  # most characters of a misspelt name that are compared
 
 Patterned = TypeVar("Patterned", bound=HasPattern)
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 _NUMBER = re.compile(r"\d+")
 _ALIKE = 3  # fewest siblings, differing in numbers only, that are folded as blocks; two (`fc1`, `fc2`) are not
 
@@ -155,9 +157,7 @@ def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tu
     """Return `fold_names` with the number of names that each pattern stands for."""
     wanted = dict.fromkeys(names)
     tree = universe if isinstance(universe, Universe) else Universe(universe)
-    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for name in wanted:
-        groups.setdefault(tree.shape(name), []).append(tuple(name.split(".")))
+    groups = grouped((tree.shape(name), tuple(name.split("."))) for name in wanted)
     return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, tree))
 
 
@@ -169,9 +169,7 @@ def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], universe: 
     partly = [at for at in varying if shape[at] != "*" and not universe.holds_no_others(members, at, shape[at])]
     if not varying or (not partly and universe.meant(pattern) <= {".".join(member) for member in members}):
         return [(pattern, len(members))]
-    parts: dict[str, list[tuple[str, ...]]] = {}
-    for member in members:
-        parts.setdefault(member[(partly or varying)[0]], []).append(member)
+    parts = grouped((member[(partly or varying)[0]], member) for member in members)
     return [folded for part in parts.values() for folded in _fold(shape, part, universe)]
 
 
@@ -193,3 +191,15 @@ def suggestion(name: str, names: Iterable[str], otherwise: str) -> str:
     """Return a hint with the known name that is most like an unknown one; `otherwise` if none is like it."""
     close = nearest(name, names, count=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, in order.
+
+    >>> grouped((len(word), word) for word in ("up", "gate", "to"))
+    {2: ['up', 'to'], 4: ['gate']}
+    """
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.analyse.picture.flow import Dim, Flow, Node, node_of
 from autoplan.analyse.solve import Solution
+from autoplan.common.patterns import grouped
 from autoplan.decide.match import Matching
 from autoplan.decide.rulebook.read import Rule
 from autoplan.values import ParameterFact
@@ -63,10 +64,7 @@ def readings(flow: Flow, facts: tuple[ParameterFact, ...]) -> dict[str, list[Rea
 
 def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Flow) -> dict[str, Naming]:
     """Return roles by the name under which a module owns a parameter. Of two claims by one rule the first counts."""
-    by_box: dict[int, list[str]] = {}
-    for several in read.values():
-        for reading in several:
-            by_box.setdefault(reading.box, []).append(reading.name)
+    by_box = grouped((reading.box, reading.name) for several in read.values() for reading in several)
     named: dict[str, Naming] = {}
     for match in matching.found:
         sizes = {

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autoplan.doctor.examine import Private, Table
-from autoplan.patches.classes import UNSCRIPTED
+from autoplan.patches.classes import unscripted_patch
 
 TORCH = Table()
 
@@ -252,7 +252,7 @@ TORCH += [
     Private(
         "torch.jit.ScriptFunction._torchdynamo_inline",
         "a TorchScript function is read as the Python function that it was compiled from",
-        UNSCRIPTED.canary,
+        unscripted_patch.canary,
     ),
     Private(
         "torch._dynamo.config.nontraceable_tensor_subclasses",

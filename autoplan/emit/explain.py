@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.patterns import best_match, fold_names, is_under, matches, nearest
+from autoplan.common.patterns import best_match, fold_names, grouped, is_under, matches, nearest
 from autoplan.emit.words import bytes_text, segment_text
 from autoplan.values import Change, Entry, Plan, Replicated, Runtime
 
@@ -85,9 +85,7 @@ def _running(plan: Plan, pattern: str) -> list[str]:
 
 
 def _whole_lines(whole: tuple[Replicated, ...]) -> list[str]:
-    groups: dict[tuple[int, str], list[str]] = {}
-    for item in whole:
-        groups.setdefault((item.bytes, item.reason), []).append(item.fqn)
+    groups = grouped(((item.bytes, item.reason), item.fqn) for item in whole)
     texts = []
     for (size, reason), names in groups.items():
         times = f" × {len(names)}" if len(names) > 1 else ""

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.collectives import RankGroup, in_backward
-from autoplan.execute.dropout import SharedRandomness
+from autoplan.execute.random_streams import SharedRandomness
 from autoplan.patches.patched import Kept
 from autoplan.values import Instruction
 

@@ -20,7 +20,7 @@ from autoplan.common.code.code_place import forward_code, names_in, same_code, s
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.files.decode import inconsistencies
-from autoplan.common.patterns import matched_by, matches
+from autoplan.common.patterns import grouped, matched_by, matches
 from autoplan.common.requirements import installed_versions
 from autoplan.common.torch_internals import DROPOUTS
 from autoplan.patches.patched import original_of
@@ -243,9 +243,7 @@ def model_hash(model: nn.Module) -> str:
 def check_fits(model: nn.Module, plan: Plan) -> None:
     """Raise unless the plan is consistent and was made for code and sizes like these."""
     apart = list(inconsistencies(plan))
-    codes: dict[str, list[str]] = {}
-    for forward in plan.made_for.forwards:
-        codes.setdefault(forward.class_name, []).append(forward.code)
+    codes = grouped((forward.class_name, forward.code) for forward in plan.made_for.forwards)
     for kind, places in _rewritten(model, plan).items() if codes else ():
         name = kind.__qualname__
         ancestor = next((base for base in kind.__mro__ if base.__qualname__ in codes), None)  # of subclasses, wrappers

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from autoplan.common.errors import PlanMismatchError
-from autoplan.common.patterns import matches, nearest
+from autoplan.common.patterns import grouped, matches, nearest
 from autoplan.execute.fits import model_hash
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Entry, Plan
@@ -73,9 +72,7 @@ class PlannedModel(ParallelStyle):
 def to_torch(plan: Plan, *, gather_logits: bool | None = None) -> dict[str, ParallelStyle]:
     """Return fresh {pattern: style} for `parallelize_module(model, tp_mesh, …)`; the last key is ""."""
     applied: set[str] = set()
-    by_module: dict[str, list[Entry]] = {}
-    for entry in plan.entries:
-        by_module.setdefault(_module_of(entry), []).append(entry)
+    by_module = grouped((_module_of(entry), entry) for entry in plan.entries)
     styles: dict[str, ParallelStyle] = {
         module: PlannedModule(tuple((entry.pattern, entry.style) for entry in entries), applied)
         for module, entries in by_module.items()
@@ -99,7 +96,6 @@ def _module_of(entry: Entry) -> str:
 # the stage under the same name. The remaining plan is then as sound as the full one.
 
 _SHOWN = 3
-Item = TypeVar("Item")
 
 
 def part_for(plan: Plan, model: nn.Module) -> Plan:
@@ -109,10 +105,8 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     packed = tuple(weight for weight in plan.packed if _means(weight.owner, modules))
     _refuse_strangers(plan, model, tensors)
-    runtime, names = plan.runtime, [*tensors, *buffers, *(weight.name for weight in packed)]
-    parameters = tuple(rule for rule in runtime.parameters if _means(rule.pattern, names))
-    instructions = tuple(instruction for instruction in runtime.instructions if _means(instruction.pattern, modules))
-    if parameters == runtime.parameters and instructions == runtime.instructions:
+    part = within(plan, modules, [*tensors, *buffers, *(weight.name for weight in packed)])
+    if (part.runtime.parameters, part.runtime.instructions) == (plan.runtime.parameters, plan.runtime.instructions):
         return plan
     if plan.sequence_parallel:
         raise PlanMismatchError(
@@ -122,18 +116,13 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
     sizes = tuple(size for size in plan.made_for.sizes if _means(size.pattern, [*tensors, *buffers]))
     made_for = replace(plan.made_for, sizes=sizes)
     part = replace(
-        plan,
+        part,
         entries=tuple(e for e in plan.entries if _means(e.pattern, [*modules, *tensors])),
         replicated=tuple(whole for whole in plan.replicated if _means(whole.fqn, tensors)),
-        layers=tuple(replace(layer, fqns=blocks) for layer in plan.layers if (blocks := _within(layer.fqns, modules))),
         runtime=replace(
-            runtime,
-            parameters=parameters,
-            instructions=instructions,
-            random=_within(runtime.random, modules),
-            random_whole=_within(runtime.random_whole, modules),
-            constants=tuple(constant for constant in runtime.constants if _means(constant.pattern, modules)),
-            idle=_within(runtime.idle, modules),
+            part.runtime,
+            constants=tuple(constant for constant in plan.runtime.constants if _means(constant.pattern, modules)),
+            idle=_within(plan.runtime.idle, modules),
             outputs=(),  # a stage returns something else
             shapes=(),
             unsummed=(),  # its inputs come from another stage, after that stage's reductions
@@ -146,6 +135,19 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
     if plan.made_for.content and digest(plan) == plan.made_for.content:  # else it was edited: it stays suspect
         part = replace(part, made_for=replace(made_for, content=digest(part), model=model_hash(model)))
     return part
+
+
+def within(plan: Plan, modules: Sequence[str], tensors: Sequence[str]) -> Plan:
+    """Return the plan without what it does to other modules and tensors than these."""
+    runtime = replace(
+        plan.runtime,
+        parameters=tuple(rule for rule in plan.runtime.parameters if _means(rule.pattern, tensors)),
+        instructions=tuple(done for done in plan.runtime.instructions if _means(done.pattern, modules)),
+        random=_within(plan.runtime.random, modules),
+        random_whole=_within(plan.runtime.random_whole, modules),
+    )
+    layers = (replace(stack, fqns=blocks) for stack in plan.layers if (blocks := _within(stack.fqns, modules)))
+    return replace(plan, runtime=runtime, layers=tuple(layers))
 
 
 def _refuse_strangers(plan: Plan, model: nn.Module, tensors: list[str]) -> None:
@@ -168,5 +170,5 @@ def _means(pattern: str, names: Iterable[str]) -> bool:
     return any(matches(pattern, name) for name in names)
 
 
-def _within(patterns: tuple[str, ...], modules: list[str]) -> tuple[str, ...]:
+def _within(patterns: tuple[str, ...], modules: Iterable[str]) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if _means(pattern, modules))

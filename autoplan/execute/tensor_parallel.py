@@ -23,17 +23,16 @@ from autoplan.common.torch_internals import flattened, own_parameters
 from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.function_mode import guard_kernels
 from autoplan.execute.collectives import RankGroup, mesh_device
-from autoplan.execute.dropout import SharedRandomness, draws_in_code, may_draw
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
-from autoplan.execute.hooks.encoders import keep_dense
 from autoplan.execute.hooks.install import ModuleWork, install, keep_order
-from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
+from autoplan.execute.hooks.replaced import install_inner_entries, keep_dense, watch_children, watch_no_longer
 from autoplan.execute.hooks.root import Root, can_run_whole, is_at_exit
 from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.execute.parameters.optimizer import stop_following
 from autoplan.execute.parameters.shard import prepare_parameters
+from autoplan.execute.random_streams import SharedRandomness, draws_in_code, may_draw
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was

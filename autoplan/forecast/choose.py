@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoplan.api import parallelize
 from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
-from autoplan.common.options import Wish, check_argument, check_count, check_ranks
+from autoplan.common.options import Wish, bytes_in, check_argument, check_count, check_ranks
 from autoplan.common.stages import seldom_collected
 from autoplan.emit.pages.markup import WhatIf
 from autoplan.emit.tables.estimate_table import shown_sizes
@@ -36,8 +36,6 @@ from autoplan.hf.driving import script_text
 from autoplan.hf.source import Model, Source, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate, Row, Shown, done_above, named_dims
-
-_UNITS = {"gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "tb": 10**12, "g": 10**9, "": 1}
 
 
 @dataclass(frozen=True)
@@ -167,18 +165,10 @@ def parse_memory(text: str | int) -> int:
     """Bytes of "80GB", "79GiB" or a number."""
     hint = "write it like 80GB or 79GiB"
     check_argument("memory", text, (int, str), hint)
-    size = text if isinstance(text, int) else _bytes(text.replace(" ", "").lower())
+    size = text if isinstance(text, int) else bytes_in(text)
     if size is None or size < 2**20:
         raise AutoplanError(f"memory {text!r} is not a size" + f": {size} bytes" * (size is not None), hint=hint)
     return size
-
-
-def _bytes(text: str) -> int | None:
-    for ending, unit in _UNITS.items():
-        number = text.removesuffix(ending)
-        if text.endswith(ending) and number.isascii() and number.replace(".", "", 1).isdigit() and len(number) < 20:
-            return int(float(number) * unit)
-    return None
 
 
 def choose(

@@ -20,11 +20,11 @@ from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.rule_files import rules_folder
 from autoplan.common.options import check_argument
 
-_NUMBERS = ("memory", "bandwidth", "per_node", "efficiency")
-_WHOLE = ("memory", "per_node")
-_TOP = ("name", *_NUMBERS, "attention", "sources", "flops", "efficiencies", "links", "overhead")
-_TABLES = {"links": ("inside", "between", "latency_inside", "latency_between"),
+_TABLES = {"flops": (), "links": ("inside", "between", "latency_inside", "latency_between"),
            "overhead": ("context", "communicator", "workspace")}  # fmt: skip
+_NUMBERS = ("memory", "bandwidth", "per_node", "efficiency")
+_TOP = ("name", *_NUMBERS, "attention", "sources", "efficiencies", *_TABLES)
+_WHOLE = ("memory", "per_node", "context", "communicator", "workspace")
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,11 @@ def load_device(name: str) -> Device:
 def _device(path: Path, data: Any) -> Device:
     if not isinstance(data, dict):
         raise _error(path, "holds no names")
-    parts: dict[str, dict[str, Any]] = {}
-    for name in ("flops", "links", "overhead"):
+    for name in _TABLES:
         if not isinstance(data.get(name), dict):
             raise _error(path, f"says nothing of [{name}]" if name not in data else f"has no table [{name}]")
-        parts[name] = data[name]
-    for where, table, names in (("", data, _TOP), *((f"{name}.", parts[name], _TABLES[name]) for name in _TABLES)):
-        unknown = [key for key in table if key not in names]
-        if unknown:
+    for where, table, names in (("", data, _TOP), *((f"{n}.", data[n], keys) for n, keys in _TABLES.items() if keys)):
+        if unknown := [key for key in table if key not in names]:
             raise _error(path, f"has unknown key {where}{unknown[0]}; known are {', '.join(names)}")
     called, sources = data.get("name"), data.get("sources")
     if not isinstance(called, str) or not called:
@@ -98,36 +95,31 @@ def _device(path: Path, data: Any) -> Device:
     if not isinstance(data.get("efficiencies", {}), dict):
         raise _error(path, "has no table [efficiencies]")
     flops, efficiencies = (
-        {str(dtype): _number(path, name, dtype, rate) for dtype, rate in data.get(name, {}).items()}
+        {str(dtype): _number(path, f"{name}.{dtype}", rate) for dtype, rate in data.get(name, {}).items()}
         for name in ("flops", "efficiencies")
     )
     if "bfloat16" not in flops:
         raise _error(path, "lacks flops.bfloat16")
-    top = {key: _number(path, "", key, data.get(key), whole=key in _WHOLE) for key in _TOP if key in _NUMBERS}
-    links = {key: _number(path, "links", key, parts["links"].get(key), least=0.0 if "latency" in key else None)
-             for key in _TABLES["links"]}  # fmt: skip
-    taken = {key: _number(path, "overhead", key, parts["overhead"].get(key, 0 if key == "workspace" else None),
-                          whole=True, least=0.0) for key in _TABLES["overhead"]}  # fmt: skip
-    return Device(
-        name=called, flops=flops, sources=tuple(sources), memory=int(top["memory"]), per_node=int(top["per_node"]),
-        bandwidth=top["bandwidth"], efficiency=top["efficiency"], context=int(taken["context"]),
-        communicator=int(taken["communicator"]), workspace=int(taken["workspace"]), **links,
-        efficiencies=efficiencies,
-        attention=None if data.get("attention") is None else _number(path, "", "attention", data["attention"]),
-    )  # fmt: skip
+    given = {name: data.get(name) for name in _NUMBERS}
+    given |= {name: data[name] for name in ("attention",) if data.get(name) is not None}
+    for name, names in _TABLES.items():
+        given |= {f"{name}.{key}": data[name].get(key, 0 if key == "workspace" else None) for key in names}
+    numbers: dict[str, Any] = {name.rpartition(".")[2]: _number(path, name, value) for name, value in given.items()}
+    return Device(called, flops=flops, efficiencies=efficiencies, sources=tuple(sources), **numbers)
 
 
-def _number(path: Path, table: str, key: str, value: Any, *, whole: bool = False, least: float | None = None) -> float:
-    """Above 0, or not below `least`; of bytes and ranks a whole one."""
-    named = f"{table}.{key}" if table else key
+def _number(path: Path, name: str, value: Any) -> float:
+    """Return a number above 0, or if it is a latency or memory that is taken, not below; a whole one of bytes and
+    ranks."""
+    whole, may_be_0 = name.rpartition(".")[2] in _WHOLE, name.startswith(("overhead.", "links.latency"))
     if value is None:
-        raise _error(path, f"lacks {named}")
+        raise _error(path, f"lacks {name}")
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or (whole and value != int(value)):
-        raise _error(path, f"has {named} = {value!r}, which is not a {'whole ' if whole else ''}number")
-    if value < least if least is not None else value <= 0:
-        raise _error(path, f"has {named} = {value!r}, which is {'below 0' if least is not None else 'not above 0'}")
-    return float(value)
+        raise _error(path, f"has {name} = {value!r}, which is not a {'whole ' if whole else ''}number")
+    if value < 0 or not (value or may_be_0):
+        raise _error(path, f"has {name} = {value!r}, which is {'below 0' if may_be_0 else 'not above 0'}")
+    return int(value) if whole else float(value)
 
 
 def _error(path: Path, what: str) -> AutoplanError:

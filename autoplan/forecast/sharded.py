@@ -23,11 +23,11 @@ from autoplan.capture.fold import Folded, fold
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Checkpointing, Options, TensorParallel
-from autoplan.common.patterns import matches
 from autoplan.common.torch_internals import FakeTensorMode, own_modules, own_parameters
 from autoplan.execute.data_parallel.mesh_dims import WITH_CONTEXT
 from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
 from autoplan.execute.parallelize import shard_model
+from autoplan.execute.styles import within
 from autoplan.forecast.recording.record import Marks, local_piece
 from autoplan.forecast.recording.tape import LeftOut
 from autoplan.hf.configs import take_flash_attention
@@ -174,21 +174,8 @@ def as_on_a_gpu(module: nn.Module) -> None:
 
 def _fitted(plan: Plan, module: nn.Module) -> Plan:
     """The plan without what it says of blocks that the copy does not have."""
-    names = dict(module.named_modules(remove_duplicate=False))
     tensors = [n for n, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
-
-    def there(pattern: str) -> bool:
-        return pattern in names or any(matches(pattern, name) for name in names)
-
-    runtime = replace(
-        plan.runtime,
-        parameters=tuple(r for r in plan.runtime.parameters if any(matches(r.pattern, n) for n in tensors)),
-        instructions=tuple(instruction for instruction in plan.runtime.instructions if there(instruction.pattern)),
-        random=tuple(filter(there, plan.runtime.random)),
-        random_whole=tuple(filter(there, plan.runtime.random_whole)),
-    )
-    layers = tuple(replace(stack, fqns=tuple(n for n in stack.fqns if n in names)) for stack in plan.layers)
-    return replace(plan, runtime=runtime, layers=tuple(stack for stack in layers if stack.fqns))
+    return within(plan, [name for name, _ in module.named_modules(remove_duplicate=False)], tensors)
 
 
 def _sizes(

@@ -18,6 +18,7 @@ from torch import nn
 
 from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Join, conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import grouped
 from autoplan.common.torch_internals import own_parameters
 from autoplan.hf.own_sharding import from_config
 from autoplan.hf.quantised.schemes import Plain, packed_weight, scheme_files, state_of, stored_names
@@ -186,9 +187,7 @@ def checkpoint_writer(
     group_of = _group_names(model) if original else lambda name: name
 
     def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
-        members: dict[str, list[str]] = {}
-        for name in names:
-            members.setdefault(group_of(name), []).append(name)
+        members = grouped((group_of(name), name) for name in names)
         return [tuple(group) for group in members.values()]
 
     return CheckpointWriter(

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import Term, find, is_data, leaf, product
+from autoplan.axes.terms import Event, Term, find, is_data, leaf, product
 from autoplan.ops.records.answers import NEVER, Drawn, Extent, Linear, Product, Reduction
-from autoplan.ops.records.on_shards import NO_SIZES, Groups, Local, SplitOp, as_written
-from autoplan.ops.records.record import kept_whole, op, python_call
+from autoplan.ops.records.on_shards import Groups, Local, SplitOp
+from autoplan.ops.records.record import UNSPLIT, op, python_call
 from autoplan.ops.records.site import Answer, Site, told
 from autoplan.values import Op
 from autoplan.values.reasons import NotPlaced
@@ -134,8 +133,7 @@ python_call("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", becomes=
     "adaptive_avg_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d", "upsample_nearest1d", "upsample_nearest2d",
     "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "upsample_linear1d",
     "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    "_upsample_bicubic2d_aa", **UNSPLIT)  # fmt: skip
 def windows(site: Site) -> Answer:
     """Relate the spatial dims, the last ones: the name says how many there are."""
     dims = site.terms(site.inputs[0])
@@ -149,8 +147,7 @@ def windows(site: Site) -> Answer:
     return [list(answer) for _ in site.outputs]
 
 
-@op("im2col",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("im2col", **UNSPLIT)
 def im2col(site: Site) -> Answer:
     """Relate B x C x H x W to B x C·kernel x positions."""
     dims = site.terms(site.inputs[0])
@@ -162,8 +159,7 @@ def im2col(site: Site) -> Answer:
     return [[dims[0], product([dims[1], inside]), places]]
 
 
-@op("_fft_r2c", "_fft_c2c", "_fft_c2r",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("_fft_r2c", "_fft_c2c", "_fft_c2r", **UNSPLIT)
 def fourier(site: Site) -> Answer:
     """Mark the transformed dims: every frequency depends on every position."""
     dims = site.terms(site.inputs[0])
@@ -176,8 +172,7 @@ def fourier(site: Site) -> Answer:
     return [dims]
 
 
-@op("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback", **UNSPLIT)
 def grid_sample(site: Site) -> Answer:
     """Relate B x C x space to lookups at B x places x coordinates."""
     image, grid = site.terms(site.inputs[0]), site.terms(site.inputs[1])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import leaf
+from autoplan.axes.terms import Event, leaf
 from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.answers import ALWAYS, NEVER, Linear, Random, Supposed, by_rate
 from autoplan.ops.records.on_shards import NO_SIZES, Filled, Identity, MadeWhole, as_written, recorded
-from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
+from autoplan.ops.records.record import INDEPENDENT, kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
 from autoplan.values import Ref, Trace
 
@@ -26,8 +25,7 @@ _COPYING = ("alias", "clone", "detach", "_to_copy")
     sizes=Filled(1), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
 @op("empty_strided", "empty_permuted", "new_empty_strided",
     sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
-@op("scalar_tensor", "_efficientzerotensor",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("scalar_tensor", "_efficientzerotensor", **INDEPENDENT)
 def filled(site: Site) -> Answer:
     """Return fresh dims for a value that is the same everywhere."""
     return [[leaf(size) for size in site.out_shape]]
@@ -66,8 +64,7 @@ def _copies(constant: Ref, trace: Trace) -> set[int] | None:
     return copies
 
 
-@op("zeros_like", "ones_like", "full_like",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("zeros_like", "ones_like", "full_like", **INDEPENDENT)
 @op("empty_like",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
 def filled_like(site: Site) -> Answer:

@@ -6,10 +6,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from autoplan.axes.events import Event
+from autoplan.axes.terms import Event
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Shows, Supposed
 from autoplan.ops.records.on_shards import NO_SIZES, SHAPE, Lengths, PieceCount, as_written
-from autoplan.ops.records.record import call_record, kept_whole, nothing, op, op_record, python_call, unknown
+from autoplan.ops.records.record import (
+    INDEPENDENT,
+    LINEAR,
+    LINEAR_FIRST,
+    UNSPLIT,
+    call_record,
+    kept_whole,
+    nothing,
+    op,
+    op_record,
+    python_call,
+    unknown,
+)
 from autoplan.ops.records.site import Answer, Site
 
 # Ops by which Python code inside a torch call uses a number of positions that it counted.
@@ -35,38 +47,23 @@ _COMPARISONS = "ne gt lt ge le isfinite"  # comparisons that mostly hold
 _WRITES = "fill zero"
 
 
-@op(*_ARITHMETIC.split(),
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
-@op(*_LOGIC.split(), *_WRITES.split(),
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
-@op(*_COMPARISONS.split(),
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
-    supposed=Supposed.TRUE)  # fmt: skip
-@op("copy",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, overwrites=True)  # fmt: skip
-@op("where",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.CHOICE)  # fmt: skip
-@op(*_ACTIVATIONS.split(),
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.ACTIVATION)  # fmt: skip
+@op(*_ARITHMETIC.split(), **INDEPENDENT)
+@op(*_LOGIC.split(), *_WRITES.split(), **INDEPENDENT)
+@op(*_COMPARISONS.split(), **INDEPENDENT, supposed=Supposed.TRUE)
+@op("copy", **INDEPENDENT, overwrites=True)
+@op("where", **INDEPENDENT, drawn=Drawn.CHOICE)
+@op(*_ACTIVATIONS.split(), **INDEPENDENT, drawn=Drawn.ACTIVATION)
 @op("add",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.ADDS, random=NEVER, runs=as_written, drawn=Drawn.ADD)  # fmt: skip
 @op("sub", "rsub",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.SUBTRACTS, random=NEVER, runs=as_written,
     drawn=Drawn.ADD)  # fmt: skip
-@op("addcmul", "addcdiv",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.ADD)  # fmt: skip
-@op("mul",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written, drawn=Drawn.MUL)  # fmt: skip
-@op("div",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written, drawn=Drawn.MUL)  # fmt: skip
-@op("true_divide",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written)  # fmt: skip
-@op("neg",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
-@op("real", "imag",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, shows=Shows.VIEWED)  # fmt: skip
+@op("addcmul", "addcdiv", **INDEPENDENT, drawn=Drawn.ADD)
+@op("mul", **LINEAR, drawn=Drawn.MUL)
+@op("div", **LINEAR_FIRST, drawn=Drawn.MUL)
+@op("true_divide", **LINEAR_FIRST)
+@op("neg", **LINEAR)
+@op("real", "imag", **INDEPENDENT, shows=Shows.VIEWED)
 def elementwise(site: Site) -> Answer:
     """Broadcast: dims are aligned at the end, sizes of 1 expand."""
     if not site.inputs or not site.broadcasts([site.shape(ref) for ref in site.inputs], site.out_shape):
@@ -77,22 +74,12 @@ def elementwise(site: Site) -> Answer:
     return [list(dims) for _ in site.outputs]
 
 
-@op("detach", "detach_copy",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
-    shows=Shows.RESHAPED, detaches=True)  # fmt: skip
-@op("alias", "alias_copy",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
-    shows=Shows.RESHAPED)  # fmt: skip
-@op("_to_copy",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.COPIED, supposed=Supposed.FALSE)  # fmt: skip
-@op("clone", "contiguous", "lift", "lift_fresh", "lift_fresh_copy", "to", "positive", "_pin_memory",
-    "pin_memory",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.COPIED)  # fmt: skip
-@op("type_as",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
-    shows=Shows.COPIED)  # fmt: skip
+@op("detach", "detach_copy", **INDEPENDENT, shows=Shows.RESHAPED, detaches=True)
+@op("alias", "alias_copy", **INDEPENDENT, shows=Shows.RESHAPED)
+@op("_to_copy", **LINEAR, shows=Shows.COPIED, supposed=Supposed.FALSE)
+@op("clone", "contiguous", "lift", "lift_fresh", "lift_fresh_copy", "to", "positive", "_pin_memory", "pin_memory",
+    **LINEAR, shows=Shows.COPIED)  # fmt: skip
+@op("type_as", **LINEAR_FIRST, shows=Shows.COPIED)
 def same(site: Site) -> Answer:
     """Keep the dims: the same values, perhaps elsewhere or in another precision."""
     first = site.inputs[0]
@@ -111,8 +98,7 @@ def triangle(site: Site) -> Answer:
     return [dims]
 
 
-@op("bucketize", "searchsorted",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("bucketize", "searchsorted", **UNSPLIT)
 def bucketize(site: Site) -> Answer:
     """Keep the dims of the elements, each of which is looked up in a sorted row of boundaries."""
     values, boundaries = (0, 1) if site.op.name == "bucketize" else (1, 0)
@@ -123,9 +109,7 @@ def bucketize(site: Site) -> Answer:
     return [site.terms(looked_up)]
 
 
-@op("view_as_complex",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
+@op("view_as_complex", **UNSPLIT, shows=Shows.VIEWED)
 def view_as_complex(site: Site) -> Answer:
     """Drop the last dim, the pair (real, imaginary)."""
     dims = site.terms(site.inputs[0])
@@ -133,8 +117,7 @@ def view_as_complex(site: Site) -> Answer:
     return [dims[:-1]]
 
 
-@op("view_as_real", "_view_as_real",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, shows=Shows.VIEWED)  # fmt: skip
+@op("view_as_real", "_view_as_real", **INDEPENDENT, shows=Shows.VIEWED)
 def view_as_real(site: Site) -> Answer:
     """Append a last dim, the pair (real, imaginary)."""
     return [[*site.terms(site.inputs[0]), site.fresh(2, Event.STACK)]]
@@ -149,15 +132,13 @@ python_call("attr:data", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, detache
 python_call("type", "float", "half", "bfloat16", "double", becomes="_to_copy")
 
 
-@op("_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset", **INDEPENDENT)
 def asks(_: Site) -> Answer:
     """Return no tensors, and mark nothing."""
     return []
 
 
-op("_local_scalar_dense",
-   sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)(unknown)  # fmt: skip
+op("_local_scalar_dense", **INDEPENDENT, tells=True)(unknown)
 
 
 def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "sizes", "all"]:

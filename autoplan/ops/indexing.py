@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import Term, find, is_data
+from autoplan.axes.terms import Event, Term, find, is_data
 from autoplan.ops.pieces import slice_of
 from autoplan.ops.records.answers import NEVER, Along, Drawn, Linear, Reduction, Shows
 from autoplan.ops.records.on_shards import NO_SIZES, Indexed, Local, SplitOp, as_written
-from autoplan.ops.records.record import call_record, kept_whole, op, op_record, python_call
+from autoplan.ops.records.record import UNSPLIT, call_record, kept_whole, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.reductions import averaged
 from autoplan.values import Op, Ref, refs
@@ -47,8 +46,7 @@ def embedding(site: Site) -> Answer:
     return [[*site.terms(indices), site.from_weight(width)]]
 
 
-@op("_embedding_bag", "_embedding_bag_forward_only",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("_embedding_bag", "_embedding_bag_forward_only", **UNSPLIT)
 def embedding_bag(site: Site) -> Answer:
     """Return the dims of the sum, mean or maximum of some rows of a table for each bag; the data select the rows."""
     table, *others = site.inputs
@@ -130,9 +128,7 @@ def index(site: Site) -> Answer:
     return [[*dims[:-1], site.from_weight(dims[-1])] if by_ids else dims]
 
 
-@op("index_put", "_index_put_impl", "_unsafe_index_put",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.SCATTER)  # fmt: skip
+@op("index_put", "_index_put_impl", "_unsafe_index_put", **UNSPLIT, drawn=Drawn.SCATTER)
 def index_put(site: Site) -> Answer:
     """Relate x[indices] = values: values broadcast to the shape of the lookup."""
     lookup = _look_up(site, list(site.arg(1, "indices")), Event.SCATTER)
@@ -203,8 +199,7 @@ def _look_up(site: Site, indices: Sequence[Ref | None], event: Event) -> _Lookup
     return _Lookup(before, after, operands, event, all(is_data(term) for term in covered if term.size > 1))
 
 
-@op("masked_select",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("masked_select", **UNSPLIT)
 def masked_select(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     for term in site.terms(site.inputs[1]):
@@ -212,8 +207,7 @@ def masked_select(site: Site) -> Answer:
     return [[site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)]]
 
 
-@op("masked_scatter",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("masked_scatter", **UNSPLIT)
 def masked_scatter(site: Site) -> Answer:
     """Relate the source to the masked places that it fills in order; dims along which the mask is constant match."""
     target, mask, source = site.inputs[:3]
@@ -238,9 +232,7 @@ def _is_even(site: Site, mask: Ref, place: int) -> bool:
     return True
 
 
-@op("index_select",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    shows=Shows.PICKED, along=Along("picks"), drawn=Drawn.ROWS)  # fmt: skip
+@op("index_select", **UNSPLIT, shows=Shows.PICKED, along=Along("picks"), drawn=Drawn.ROWS)
 def index_select(site: Site) -> Answer:
     source, positions = site.inputs[:2]
     dims = site.terms(source)
@@ -266,17 +258,14 @@ def gather(site: Site) -> Answer:
     return [site.terms(positions)]
 
 
-@op("take",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("take", **UNSPLIT)
 def take(site: Site) -> Answer:
     for term in site.terms(site.inputs[0]):
         site.mark(term, Event.GATHER)
     return [site.terms(site.inputs[1])]
 
 
-@op("scatter", "scatter_add", "scatter_reduce",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    along=Along("scatters"), drawn=Drawn.SCATTER)  # fmt: skip
+@op("scatter", "scatter_add", "scatter_reduce", **UNSPLIT, along=Along("scatters"), drawn=Drawn.SCATTER)
 def scatter(site: Site) -> Answer:
     """Relate x[..., positions, ...] = source, position by position."""
     dims = site.terms(site.inputs[0])
@@ -291,14 +280,9 @@ def scatter(site: Site) -> Answer:
     return [site.terms(site.inputs[0])]
 
 
-@op("index_add",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    along=Along("scatters"), drawn=Drawn.SCATTER)  # fmt: skip
-@op("index_copy", "index_reduce",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    along=Along("scatters"))  # fmt: skip
-@op("index_fill",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("index_add", **UNSPLIT, along=Along("scatters"), drawn=Drawn.SCATTER)
+@op("index_copy", "index_reduce", **UNSPLIT, along=Along("scatters"))
+@op("index_fill", **UNSPLIT)
 def index_add(site: Site) -> Answer:
     """Relate x[..., positions, ...] += source, row by row."""
     dims = site.terms(site.inputs[0])
@@ -315,14 +299,12 @@ def index_add(site: Site) -> Answer:
     return [site.terms(site.inputs[0])]
 
 
-@op("one_hot",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("one_hot", **UNSPLIT)
 def one_hot(site: Site) -> Answer:
     return [[*site.terms(site.inputs[0]), site.fresh(site.out_shape[-1], Event.SCATTER)]]
 
 
-@op("nonzero", "argwhere",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)  # fmt: skip
+@op("nonzero", "argwhere", **UNSPLIT, tells=True)
 def nonzero(site: Site) -> Answer:
     """Return positions as integers: one row per hit, one column per dim."""
     dims = site.terms(site.inputs[0])
@@ -330,8 +312,7 @@ def nonzero(site: Site) -> Answer:
     return [[rows, site.fresh(site.out_shape[1], Event.STACK)]]
 
 
-@op("nonzero_numpy",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)  # fmt: skip
+@op("nonzero_numpy", **UNSPLIT, tells=True)
 def nonzero_numpy(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     rows = site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import ONE, find
+from autoplan.axes.terms import ONE, Event, find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction
-from autoplan.ops.records.on_shards import NO_SIZES, Groups, Local, SplitOp, as_written
-from autoplan.ops.records.record import kept_whole, op, python_call
+from autoplan.ops.records.on_shards import NO_SIZES, Groups, Local, SplitOp
+from autoplan.ops.records.record import UNSPLIT, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site, told
 from autoplan.values import Op
 
@@ -108,8 +107,7 @@ def group_norm(site: Site) -> Answer:
 
 @op("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
     "_native_batch_norm_legit_functional", "_batch_norm_with_update", "cudnn_batch_norm", "batch_norm",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.NORM)  # fmt: skip
+    **UNSPLIT, drawn=Drawn.NORM)  # fmt: skip
 def batch_norm(site: Site) -> Answer:
     """Relate channels, which are independent; in training the statistics run over everything else."""
     dims = site.terms(site.inputs[0])

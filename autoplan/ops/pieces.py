@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
+from autoplan.axes.terms import ONE, Event, Term, concatenation, is_data, leaf
 from autoplan.ops.records.answers import NEVER, Along, Drawn, Extent, Linear, Reduction, Shows
 from autoplan.ops.records.on_shards import NO_SIZES, Bounds, Lengths, Local, PieceCount, SplitOp, as_written
-from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call
+from autoplan.ops.records.record import INDEPENDENT, UNSPLIT, nothing, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Dims, Site, told
 from autoplan.ops.views import moved_dims
 from autoplan.values import Op
@@ -111,8 +110,7 @@ def slice_(site: Site) -> Answer:
     return [dims]
 
 
-@op("slice_scatter",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("slice_scatter", **INDEPENDENT)
 def slice_scatter(site: Site) -> Answer:
     """Return a copy of the first tensor with a slice replaced by the second."""
     dims, source = site.terms(site.inputs[0]), site.terms(site.inputs[1])
@@ -134,8 +132,7 @@ def select(site: Site) -> Answer:
     return [moved_dims(site)]
 
 
-@op("select_scatter",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("select_scatter", **UNSPLIT)
 def select_scatter(site: Site) -> Answer:
     dims, source = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     rest = list(dims)
@@ -144,9 +141,7 @@ def select_scatter(site: Site) -> Answer:
     return [dims]
 
 
-@op("unbind", "unbind_copy",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, along=Along("parts", 1), drawn=Drawn.SPLIT, moves=_without)  # fmt: skip
+@op("unbind", "unbind_copy", **UNSPLIT, shows=Shows.VIEWED, along=Along("parts", 1), drawn=Drawn.SPLIT, moves=_without)
 def unbind(site: Site) -> Answer:
     site.mark(site.terms(site.inputs[0])[site.arg(1, "dim", 0)], Event.SELECT)
     return [moved_dims(site) for _ in site.outputs]
@@ -176,8 +171,7 @@ def split(site: Site) -> Answer:
     return answer
 
 
-@op("glu",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.GATED)  # fmt: skip
+@op("glu", **INDEPENDENT, drawn=Drawn.GATED)
 def glu(site: Site) -> Answer:
     """Unify two halves, which are multiplied."""
     dims = site.terms(site.inputs[0])
@@ -227,9 +221,7 @@ def stack(site: Site) -> Answer:
 
 
 @op("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-    "replication_pad2d", "replication_pad3d",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    reads=_behind_padding)  # fmt: skip
+    "replication_pad2d", "replication_pad3d", **UNSPLIT, reads=_behind_padding)  # fmt: skip
 def pad(site: Site) -> Answer:
     """Concatenate padding before and after: constants belong to no axis of the model. Reflections mix positions."""
     dims = site.terms(site.inputs[0])
@@ -253,9 +245,7 @@ def pad(site: Site) -> Answer:
     return [dims]
 
 
-@op("diagonal", "diagonal_copy",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
+@op("diagonal", "diagonal_copy", **UNSPLIT, shows=Shows.VIEWED)
 def diagonal(site: Site) -> Answer:
     """Replace two dims by one: each position is selected by its index."""
     dims = site.terms(site.inputs[0])
@@ -265,9 +255,7 @@ def diagonal(site: Site) -> Answer:
     return [[*rest, site.replaced(gone, site.out_shape[-1], Event.SELECT)]]
 
 
-@op("unfold",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
+@op("unfold", **UNSPLIT, shows=Shows.VIEWED)
 def unfold(site: Site) -> Answer:
     """Relate a dim to windows along it: the dim counts windows, and a last dim positions within one."""
     dims = site.terms(site.inputs[0])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import find
+from autoplan.axes.terms import Event, find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Product, Reduction
-from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp, as_written
-from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
+from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp
+from autoplan.ops.records.record import INDEPENDENT, UNSPLIT, Decided, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
@@ -44,22 +43,18 @@ def multiplied(local: Local) -> Any:
     return local.call()
 
 
-@op("mm", "bmm",
-    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(0, 1, out=(-1, -1)), drawn=Drawn.CONTRACTION)  # fmt: skip
-@op("_int_mm", "_scaled_mm",
-    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
+PRODUCT: Decided = {
+    "sizes": NO_SIZES, "reduces": inner_sum, "linear": Linear.NO, "random": NEVER, "runs": multiplied}  # fmt: skip
+
+
+@op("mm", "bmm", **PRODUCT, product=Product(0, 1, out=(-1, -1)), drawn=Drawn.CONTRACTION)
+@op("_int_mm", "_scaled_mm", **PRODUCT, product=Product(0, 1), drawn=Drawn.CONTRACTION)
 def matrix_product(site: Site) -> Answer:
     return [_product_of(site, site.inputs[0], site.inputs[1])]
 
 
-@op("addmm",
-    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(1, 2, bias=0, out=(-1, -1)), drawn=Drawn.CONTRACTION)  # fmt: skip
-@op("baddbmm",
-    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("addmm", **PRODUCT, product=Product(1, 2, bias=0, out=(-1, -1)), drawn=Drawn.CONTRACTION)
+@op("baddbmm", **PRODUCT, product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)
 @op("_addmm_activation",
     sizes=NO_SIZES, reduces=_no_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
     product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)  # fmt: skip
@@ -92,9 +87,7 @@ def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> D
     return [find(term) for term in dims]
 
 
-@op("mv",
-    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("mv", **PRODUCT, product=Product(0, 1), drawn=Drawn.CONTRACTION)
 @op("addmv",
     sizes=NO_SIZES, reduces=_no_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
     product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)  # fmt: skip
@@ -109,9 +102,7 @@ def matrix_vector(site: Site) -> Answer:
     return [[site.from_weight(rows) if site.is_of_weights(matrix) else rows]]
 
 
-@op("dot", "vdot",
-    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("dot", "vdot", **PRODUCT, product=Product(0, 1), drawn=Drawn.CONTRACTION)
 def dot(site: Site) -> Answer:
     left, right = site.inputs
     site.unify(site.terms(left)[0], site.terms(right)[0])
@@ -120,15 +111,12 @@ def dot(site: Site) -> Answer:
     return [[]]
 
 
-@op("outer", "ger",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("outer", "ger", **INDEPENDENT)
 def outer(site: Site) -> Answer:
     return [[site.terms(site.inputs[0])[0], site.terms(site.inputs[1])[0]]]
 
 
-@op("linear",
-    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(0, 1, bias=2, inner=-1), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("linear", **PRODUCT, product=Product(0, 1, bias=2, inner=-1), drawn=Drawn.CONTRACTION)
 def linear(site: Site) -> Answer:
     """Relate features in the last dim to a weight of out x in, not decomposed."""
     x, weight = site.terms(site.inputs[0]), site.terms(site.inputs[1])
@@ -140,9 +128,7 @@ def linear(site: Site) -> Answer:
     return [[*x[:-1], *(site.from_weight(find(term)) for term in columns)]]
 
 
-@op("_grouped_mm", "_scaled_grouped_mm",
-    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("_grouped_mm", "_scaled_grouped_mm", **PRODUCT, product=Product(0, 1), drawn=Drawn.CONTRACTION)
 def grouped_product(site: Site) -> Answer:
     """Relate rows sorted by expert to stacked weights: each run of rows is multiplied by its own expert's."""
     left, right = site.inputs[:2]
@@ -172,9 +158,7 @@ python_call("addmm", becomes="addmm", product=Product(1, 2, bias=0))
 # Linear algebra beyond products: solves, distances, cross products.
 
 
-@op("linalg_solve_triangular",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.CUMSUM)  # fmt: skip
+@op("linalg_solve_triangular", **UNSPLIT, drawn=Drawn.CUMSUM)
 def solve(site: Site) -> Answer:
     """Relate A and B in A x = B: their rows are tied together along the square side."""
     if site.op.kwargs.get("left") is False:
@@ -188,8 +172,7 @@ def solve(site: Site) -> Answer:
     return [[find(term) for term in (*batch, right[-2], right[-1])]]
 
 
-@op("linalg_inv_ex", "linalg_inv", "inverse", "linalg_cholesky_ex", "cholesky",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("linalg_inv_ex", "linalg_inv", "inverse", "linalg_cholesky_ex", "cholesky", **UNSPLIT)
 def square(site: Site) -> Answer:
     """Return a square matrix of the same dims; every element depends on all."""
     dims = site.terms(site.inputs[0])
@@ -198,8 +181,7 @@ def square(site: Site) -> Answer:
     return [list(dims), *(list(dims[:-2]) for _ in site.outputs[1:])]
 
 
-@op("_cdist_forward", "cdist", "_euclidean_dist",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("_cdist_forward", "cdist", "_euclidean_dist", **UNSPLIT)
 def distances(site: Site) -> Answer:
     """Relate every row of one tensor to every row of the other."""
     left, right = site.terms(site.inputs[0]), site.terms(site.inputs[1])
@@ -209,8 +191,7 @@ def distances(site: Site) -> Answer:
     return [[find(term) for term in (*batch, left[-2], right[-2])]]
 
 
-@op("linalg_cross", "cross",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("linalg_cross", "cross", **UNSPLIT)
 def cross(site: Site) -> Answer:
     dims = site.broadcast([site.terms(ref) for ref in site.inputs], site.out_shape)
     site.mark(dims[site.arg(2, "dim", -1)], Event.OPAQUE)

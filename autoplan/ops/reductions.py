@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import ONE
+from autoplan.axes.terms import ONE, Event
 from autoplan.common.layout import Layout
 from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction, Supposed
 from autoplan.ops.records.on_shards import NO_SIZES, SHAPE, Local, SplitOp, as_written
-from autoplan.ops.records.record import call_record, kept_whole, op, op_record, python_call
+from autoplan.ops.records.record import UNSPLIT, Decided, call_record, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Site, told
 from autoplan.values import Op, refs
 from autoplan.values.reasons import NotPlaced
@@ -104,6 +103,10 @@ _EVENTS = {
 }  # fmt: skip
 
 
+ACROSS: Decided = {
+    "sizes": NO_SIZES, "reduces": across, "linear": Linear.NO, "random": NEVER, "runs": whole_only}  # fmt: skip
+
+
 @op("sum",
     sizes=NO_SIZES, reduces=summed_over(Reduction.SUM), linear=Linear.EACH, random=NEVER,
     runs=part_of_a_sum, drawn=Drawn.SUM, over=_reduced_dims)  # fmt: skip
@@ -116,21 +119,13 @@ _EVENTS = {
 @op("linalg_vector_norm",
     sizes=NO_SIZES, reduces=summed_over(Reduction.LENGTH), linear=Linear.NO, random=NEVER,
     runs=exchanged, drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
-@op("norm",
-    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only,
-    drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
-@op("amax",
-    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only,
-    drawn=Drawn.SUM, over=_reduced_dims)  # fmt: skip
-@op("argmax",
-    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only,
-    drawn=Drawn.TOPK, over=_reduced_dims, supposed=Supposed.POSITIONS)  # fmt: skip
-@op("max", "min", "argmin",
-    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only, over=_reduced_dims,
-    supposed=Supposed.POSITIONS)  # fmt: skip
-@op("amin", "aminmax", "median", "nanmedian", "mode", "any", "all", "_is_all_true",
-    "_is_any_true", "equal", "count_nonzero", "nansum", "nanmean", "frobenius_norm", "logsumexp", "prod",
-    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only, over=_reduced_dims)  # fmt: skip
+@op("norm", **ACROSS, drawn=Drawn.STATISTIC, over=_reduced_dims)
+@op("amax", **ACROSS, drawn=Drawn.SUM, over=_reduced_dims)
+@op("argmax", **ACROSS, drawn=Drawn.TOPK, over=_reduced_dims, supposed=Supposed.POSITIONS)
+@op("max", "min", "argmin", **ACROSS, over=_reduced_dims, supposed=Supposed.POSITIONS)
+@op("amin", "aminmax", "median", "nanmedian", "mode", "any", "all", "_is_all_true", "_is_any_true", "equal",
+    "count_nonzero", "nansum", "nanmean", "frobenius_norm", "logsumexp", "prod",
+    **ACROSS, over=_reduced_dims)  # fmt: skip
 def reduction(site: Site) -> Answer:
     name = site.op.name.rstrip("_")
     if site.op.overload == "other":  # max(a, b) works element by element
@@ -173,20 +168,14 @@ def compares(name: str) -> bool:
     return op_record(call_record(name).becomes).dims is loss
 
 
-@op("_softmax", "softmax", "_safe_softmax",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.SOFTMAX)  # fmt: skip
-@op("_log_softmax", "log_softmax", "_masked_softmax",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("_softmax", "softmax", "_safe_softmax", **UNSPLIT, drawn=Drawn.SOFTMAX)
+@op("_log_softmax", "log_softmax", "_masked_softmax", **UNSPLIT)
 def softmax(site: Site) -> Answer:
     return _along(site, Event.SOFTMAX)
 
 
-@op("cumsum", "cumprod", "logcumsumexp",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.CUMSUM)  # fmt: skip
-@op("_logcumsumexp", "_cummax_helper", "_cummin_helper", "cummax", "cummin",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("cumsum", "cumprod", "logcumsumexp", **UNSPLIT, drawn=Drawn.CUMSUM)
+@op("_logcumsumexp", "_cummax_helper", "_cummin_helper", "cummax", "cummin", **UNSPLIT)
 def cumulative(site: Site) -> Answer:
     return _along(site, Event.CUMSUM)
 
@@ -212,14 +201,9 @@ python_call("cross_entropy", becomes="_log_softmax", loss_of_columns=True)
 # Ops whose result is indexed by rank or by value, no longer by the original position.
 
 
-@op("sort",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.TOPK, supposed=Supposed.POSITIONS)  # fmt: skip
-@op("argsort",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    supposed=Supposed.POSITIONS)  # fmt: skip
-@op("msort",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("sort", **UNSPLIT, drawn=Drawn.TOPK, supposed=Supposed.POSITIONS)
+@op("argsort", **UNSPLIT, supposed=Supposed.POSITIONS)
+@op("msort", **UNSPLIT)
 def sort(site: Site) -> Answer:
     """Replace the sorted dim: a position in the result is a rank, no longer the original position."""
     dims = site.terms(site.inputs[0])
@@ -229,12 +213,8 @@ def sort(site: Site) -> Answer:
     return [list(dims) for _ in site.outputs]
 
 
-@op("topk",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.TOPK, supposed=Supposed.POSITIONS)  # fmt: skip
-@op("kthvalue",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    supposed=Supposed.POSITIONS)  # fmt: skip
+@op("topk", **UNSPLIT, drawn=Drawn.TOPK, supposed=Supposed.POSITIONS)
+@op("kthvalue", **UNSPLIT, supposed=Supposed.POSITIONS)
 def topk(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     if not dims:
@@ -251,8 +231,7 @@ def topk(site: Site) -> Answer:
     return [list(dims) for _ in site.outputs]
 
 
-@op("bincount", "histc", "unique_consecutive", "_unique2", "unique_dim",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("bincount", "histc", "unique_consecutive", "_unique2", "unique_dim", **UNSPLIT)
 def counted(site: Site) -> Answer:
     """Replace all dims: values become positions, and their number depends on the data."""
     dims = [term for term in site.terms(site.inputs[0]) if term.size > 1]

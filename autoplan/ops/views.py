@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import ONE, Term, leaf, product
+from autoplan.axes.terms import ONE, Event, Term, leaf, product
 from autoplan.ops.records.answers import NEVER, Linear, Shows
 from autoplan.ops.records.on_shards import NO_SIZES, SHAPE, Local, RepeatEach, Repeats, Unflattened, as_written
-from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown, writes_in_place
+from autoplan.ops.records.record import (
+    INDEPENDENT,
+    LINEAR,
+    LINEAR_FIRST,
+    UNSPLIT,
+    kept_whole,
+    nothing,
+    op,
+    op_record,
+    python_call,
+    unknown,
+    writes_in_place,
+)
 from autoplan.ops.records.site import Answer, Dims, Site, told
 from autoplan.values import Op
 
@@ -60,15 +71,9 @@ def stretches(name: str) -> bool:
 
 @op("view", "reshape", "_unsafe_view", "_reshape_alias", "view_copy", "_reshape_copy",
     sizes=SHAPE, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=reshaped, shows=Shows.RESHAPED)  # fmt: skip
-@op("squeeze", "flatten", "ravel", "squeeze_copy",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.RESHAPED)  # fmt: skip
-@op("unsqueeze", "unsqueeze_copy",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.RESHAPED, moves=_with_new)  # fmt: skip
-@op("view_as", "reshape_as",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
-    shows=Shows.RESHAPED)  # fmt: skip
+@op("squeeze", "flatten", "ravel", "squeeze_copy", **LINEAR, shows=Shows.RESHAPED)
+@op("unsqueeze", "unsqueeze_copy", **LINEAR, shows=Shows.RESHAPED, moves=_with_new)
+@op("view_as", "reshape_as", **LINEAR_FIRST, shows=Shows.RESHAPED)
 @op("unflatten",
     sizes=Unflattened(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=reshaped,
     shows=Shows.RESHAPED)  # fmt: skip
@@ -85,17 +90,12 @@ def reshape(site: Site) -> Answer:
 
 
 @op("t", "mT", "adjoint", "matrix_H",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, moves=lambda op, dims, new, after: [*dims[:-2], *dims[-2:][::-1]])  # fmt: skip
-@op("numpy_T",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, moves=lambda op, dims, new, after: dims[::-1])  # fmt: skip
-@op("transpose", "swapaxes", "swapdims", "transpose_copy",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, moves=_swapped)  # fmt: skip
+    **LINEAR, shows=Shows.VIEWED, moves=lambda op, dims, new, after: [*dims[:-2], *dims[-2:][::-1]])  # fmt: skip
+@op("numpy_T", **LINEAR, shows=Shows.VIEWED, moves=lambda op, dims, new, after: dims[::-1])
+@op("transpose", "swapaxes", "swapdims", "transpose_copy", **LINEAR, shows=Shows.VIEWED, moves=_swapped)
 @op("permute", "permute_copy",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, moves=lambda op, dims, new, after: [dims[i] for i in told(op, 1, "dims")])  # fmt: skip
+    **LINEAR, shows=Shows.VIEWED,
+    moves=lambda op, dims, new, after: [dims[i] for i in told(op, 1, "dims")])  # fmt: skip
 def moved(site: Site) -> Answer:
     """Keep each dim, in another place."""
     return [moved_dims(site)]
@@ -104,9 +104,7 @@ def moved(site: Site) -> Answer:
 @op("expand", "expand_copy", "broadcast_to",
     sizes=SHAPE, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=expanded, shows=Shows.VIEWED,
     alike=True, moves=_stretched)  # fmt: skip
-@op("expand_as",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, moves=_stretched)  # fmt: skip
+@op("expand_as", **LINEAR_FIRST, shows=Shows.VIEWED, moves=_stretched)
 def expand(site: Site) -> Answer:
     """Repeat dims of 1: the repetitions are a new axis, along which all is equal."""
     dims, shape = moved_dims(site), site.out_shape
@@ -160,8 +158,7 @@ def rearranged(site: Site) -> Answer:
     return [dims]
 
 
-@op("pixel_shuffle",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("pixel_shuffle", **INDEPENDENT)
 def pixel_shuffle(site: Site) -> Answer:
     """Relate C·r·r x H x W to C x H·r x W·r."""
     *batch, channels, height, width = site.terms(site.inputs[0])
@@ -175,8 +172,7 @@ def pixel_shuffle(site: Site) -> Answer:
     return [[*batch, halves[0], product([height, inner[0]]), product([width, inner[1]])]]
 
 
-@op("pixel_unshuffle",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("pixel_unshuffle", **INDEPENDENT)
 def pixel_unshuffle(site: Site) -> Answer:
     """Relate C x H·r x W·r to C·r·r x H x W."""
     *batch, channels, height, width = site.terms(site.inputs[0])
@@ -190,9 +186,7 @@ def pixel_unshuffle(site: Site) -> Answer:
     return [[*batch, product([channels, rows[1], columns[1]]), rows[0], columns[0]]]
 
 
-op("as_strided",
-   sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-   shows=Shows.VIEWED)(unknown)  # fmt: skip
+op("as_strided", **UNSPLIT, shows=Shows.VIEWED)(unknown)
 
 python_call("movedim", "moveaxis", becomes="permute")
 python_call("tile", becomes="repeat")

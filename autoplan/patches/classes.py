@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoplan.common.torch_internals import function_mode_is_active
-from autoplan.patches.patched import Patch, Place, hold, patched
+from autoplan.patches.patched import Place, hold, patch, patched
 
 # Change the class of a live model's modules.
 #
@@ -59,7 +59,14 @@ def reduced(subclass: Any, rebuild: Any, given: tuple[Any, ...], instance: Any, 
     return (theirs, arguments, *rest)  # a subclass of ours, or a class that rebuilds itself
 
 
-def _canary() -> bool:
+@patch(
+    name="classes of modules",
+    replaces="the class of each module that holds parameters, by a subclass of it",
+    why="the module's own code must read local tensors, while optimizers, FSDP2 and checkpoints read DTensors",
+    scope="while the model is sharded",
+    undone="the original class is restored when the plan is undone or a later step fails",
+)
+def classes_patch() -> bool:
     """Return whether a call of a module uses `_call_impl` of its present class."""
 
     class Doubled(nn.Identity):
@@ -71,16 +78,6 @@ def _canary() -> bool:
     inside = module(3)
     give_class(module, nn.Identity)
     return (inside, module(3), type(module)) == (6, 3, nn.Identity)
-
-
-CLASSES = Patch(
-    name="classes of modules",
-    replaces="the class of each module that holds parameters, by a subclass of it",
-    why="the module's own code must read local tensors, while optimizers, FSDP2 and checkpoints read DTensors",
-    scope="while the model is sharded",
-    undone="the original class is restored when the plan is undone or a later step fails",
-    canary=_canary,
-)
 
 
 # Code whose calls a recording cannot see, unless caches and TorchScript are bypassed.
@@ -99,7 +96,14 @@ _WRAPPER = type(functools.lru_cache(len))
 _LEFT_ALONE = ("torch", "numpy", "sympy", "autoplan", "transformers", "huggingface_hub")
 
 
-def _recorded_code_canary() -> bool:
+@patch(
+    name="uncached functions",
+    replaces="functools.lru_cache and functools.cache around functions of other packages and of the model's classes",
+    why="a cache keyed on sizes would mix traced integers of a recording with plain ones",
+    scope="while a model is recorded, or a copy of it is tried without storage",
+    undone="the cached function is restored with its cache",
+)
+def uncached_patch() -> bool:
     """Return whether cached functions have a type of their own with `__wrapped__`, and closures can be changed."""
     cached = functools.lru_cache(maxsize=4)(abs)
     other = functools.cache(len)
@@ -113,34 +117,21 @@ def _recorded_code_canary() -> bool:
     return type(other) is _WRAPPER and cached is other and other.__wrapped__ is len
 
 
-UNCACHED = Patch(
-    name="uncached functions",
-    replaces="functools.lru_cache and functools.cache around functions of other packages and of the model's classes",
-    why="a cache keyed on sizes would mix traced integers of a recording with plain ones",
-    scope="while a model is recorded, or a copy of it is tried without storage",
-    undone="the cached function is restored with its cache",
-    canary=_recorded_code_canary,
-)
-
-
-def _canary_of_scripts() -> bool:
-    """Return whether a scripted function gives its original, and is called through its class."""
-
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return x + x
-
-    return torch.jit.script(twice)._torchdynamo_inline is twice and "__call__" in vars(torch.jit.ScriptFunction)
-
-
-UNSCRIPTED = Patch(
+@patch(
     name="TorchScript functions",
     replaces="torch.jit.ScriptFunction.__call__",
     why="ops inside a function that torch.jit compiled cannot be observed",
     scope="while a model is recorded; while a model lives whose plan rewrites calls in helper functions, or "
     "whose calls the path guard follows; inside a torch function mode",
     undone="the method is restored",
-    canary=_canary_of_scripts,
 )
+def unscripted_patch() -> bool:
+    """Return whether a scripted function gives its original, and is called through its class."""
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    return torch.jit.script(twice)._torchdynamo_inline is twice and "__call__" in vars(torch.jit.ScriptFunction)
 
 
 def _as_python(call: Any) -> Any:
@@ -159,13 +150,13 @@ _SCRIPTS = (Place(torch.jit.ScriptFunction, "__call__", _as_python),)
 def code_lies_open(model: nn.Module) -> Iterator[None]:
     """Bypass caches, of functions in any module and in the model's classes, and TorchScript, until the last such block
     ends."""
-    with patched(UNCACHED, _cached(model), together=True), patched(UNSCRIPTED, _SCRIPTS):
+    with patched(uncached_patch, _cached(model), together=True), patched(unscripted_patch, _SCRIPTS):
         yield
 
 
 def open_scripts(model: nn.Module) -> Callable[[], None]:
     """Let a mode that rewrites calls of this model see those in TorchScript; return a function that ends this."""
-    scripts = hold(UNSCRIPTED, _SCRIPTS)
+    scripts = hold(unscripted_patch, _SCRIPTS)
     scripts.until_gone(model)
     return scripts.release
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from autoplan.common.stages import set_inside
-from autoplan.patches.patched import Alone, Patch, Place, patched
+from autoplan.patches.patched import Alone, Patch, Place, patch, patched
 from autoplan.patches.seeding import on_one_device
 
 _HOME = "transformers.integrations.hub_kernels"
@@ -39,7 +39,14 @@ _unpacked: ContextVar[bool] = ContextVar("autoplan_unpacked", default=False)
 _alone = Alone()  # Python 3.11 cannot parse in two threads at once
 
 
-def _takes_reference() -> bool:
+@patch(
+    name="reference path of optional kernels",
+    replaces=f"{_HOME}.{_ASKED}",
+    why="GPU kernels do not run on a CPU or without storage; their reference in plain torch computes the same",
+    scope="while a copy of a model runs on a CPU: recording, trial, checks on ranks",
+    undone="the function is restored",
+)
+def reference_path_patch() -> bool:
     """Return whether a decorated function has the expected closure, and takes its reference for an exporter."""
     home = importlib.import_module(_HOME)
     decorator = getattr(home, "use_kernel_func_from_hub_with_fallback", None)
@@ -55,16 +62,6 @@ def _takes_reference() -> bool:
         inside = decorated(4.0)
     matches = kernel == OptionalKernel(home, "sqrt", "math", "sqrt", True, inspect.unwrap(decorated))
     return matches and (inside, decorated(4.0)) == ("reference", 2.0)
-
-
-REFERENCE_PATH = Patch(
-    name="reference path of optional kernels",
-    replaces=f"{_HOME}.{_ASKED}",
-    why="GPU kernels do not run on a CPU or without storage; their reference in plain torch computes the same",
-    scope="while a copy of a model runs on a CPU: recording, trial, checks on ranks",
-    undone="the function is restored",
-    canary=_takes_reference,
-)
 
 
 def _stands_in_the_file() -> bool:
@@ -99,7 +96,16 @@ KERNEL_STAND_INS = Patch(
 )
 
 
-def _tells_packed_rows() -> bool:
+@patch(
+    name="rows of one sequence",
+    replaces=f"{_MASKS}.{_PACKED}",
+    why="without values, position ids do not show that a row is one sequence: a mask over all token pairs, "
+    "which a GPU never allocates, and non-causal attention would be recorded",
+    scope="while a step is recorded on a copy without storage; other threads are unaffected",
+    undone="the function is restored",
+    where="autoplan/forecast/step.py",
+)
+def unpacked_patch() -> bool:
     """Return whether the function returns None for a row of one sequence, and is looked up for each mask."""
     home = importlib.import_module(_MASKS)
     if not hasattr(home, _PACKED):  # this version has no such function: nothing is replaced
@@ -108,18 +114,6 @@ def _tells_packed_rows() -> bool:
     with one_sequence_a_row():
         inside = getattr(home, _PACKED)(packed)
     return getattr(home, _PACKED)(single) is None and inside is None and getattr(home, _PACKED)(packed) is not None
-
-
-UNPACKED = Patch(
-    name="rows of one sequence",
-    replaces=f"{_MASKS}.{_PACKED}",
-    why="without values, position ids do not show that a row is one sequence: a mask over all token pairs, "
-    "which a GPU never allocates, and non-causal attention would be recorded",
-    scope="while a step is recorded on a copy without storage; other threads are unaffected",
-    undone="the function is restored",
-    where="autoplan/forecast/step.py",
-    canary=_tells_packed_rows,
-)
 
 
 @contextmanager
@@ -131,7 +125,7 @@ def one_sequence_a_row() -> Iterator[None]:
     def unpacked(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda positions: None if _unpacked.get() else original(positions)
 
-    with set_inside(_unpacked, True), patched(UNPACKED, [Place(home, _PACKED, unpacked)] if present else []):
+    with set_inside(_unpacked, True), patched(unpacked_patch, [Place(home, _PACKED, unpacked)] if present else []):
         yield
 
 
@@ -140,7 +134,7 @@ def on_reference_path() -> Iterator[None]:
     """Make transformers' functions with a kernel take their reference while any thread is inside the block."""
     home = sys.modules.get(_HOME)
     present = home is not None and hasattr(home, _ASKED)  # else this version has no such kernels
-    with patched(REFERENCE_PATH, [Place(home, _ASKED, lambda _: lambda: True)] if present else []):
+    with patched(reference_path_patch, [Place(home, _ASKED, lambda _: lambda: True)] if present else []):
         yield
 
 

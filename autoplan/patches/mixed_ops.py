@@ -28,8 +28,9 @@ def mixed_by(mixed: Answer, ordered: Answer, in_place: Answer) -> tuple[Hold, ..
     """Let `mixed` compute ops of DTensors and plain tensors, `ordered` those that depend on the order of rows, and
     `in_place` those that DTensor cannot make in place, in this thread, until the holds are released."""
     flag = _flag_of_this_thread()
-    flag.kept = flag.kept or Kept(hold(MIXED_OPS, _places(mixed, ordered, in_place)))
-    return hold(MIXED_OPS, _places(mixed, ordered, in_place)), hold(MIXED_OPS, [Registered(flag, "allowed", True)])
+    flag.kept = flag.kept or Kept(hold(mixed_ops_patch, _places(mixed, ordered, in_place)))
+    allowed = Registered(flag, "allowed", True)
+    return hold(mixed_ops_patch, _places(mixed, ordered, in_place)), hold(mixed_ops_patch, [allowed])
 
 
 class _Flag:
@@ -133,7 +134,16 @@ _OF_ORDER = frozenset(
 )
 
 
-def _canary() -> bool:
+@while_split(
+    name="mixed ops",
+    replaces="_allow_implicit_replication, _try_replicate_spec_for_scalar_tensor, "
+    "_propagate_op_sharding_dispatch_slow_path and _dispatch_fast_path_python_tail of the class of "
+    "DTensor._op_dispatcher, and the flag of torch._C._set_dtensor_allow_implicit_replication in the thread",
+    why="a function of a parameter on ranks and plain tensors, outside of the model, ends in an error",
+    without="functions of parameters on ranks and plain tensors end in torch's error; `autoplan.full_tensors` returns "
+    "plain ones",
+)
+def mixed_ops_patch() -> bool:
     """Return whether DTensor asks these methods about mixed tensors, in this thread, and takes a result for one."""
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     x = torch.ones(2)
@@ -154,15 +164,3 @@ def _canary() -> bool:
                 each.release()
     asked_for = [where for op, where in seen if op is torch.ops.aten.add.Tensor]
     return result.tolist() == [7, 7] and asked_for == [mesh] and _read() == before
-
-
-MIXED_OPS = while_split(
-    name="mixed ops",
-    replaces="_allow_implicit_replication, _try_replicate_spec_for_scalar_tensor, "
-    "_propagate_op_sharding_dispatch_slow_path and _dispatch_fast_path_python_tail of the class of "
-    "DTensor._op_dispatcher, and the flag of torch._C._set_dtensor_allow_implicit_replication in the thread",
-    why="a function of a parameter on ranks and plain tensors, outside of the model, ends in an error",
-    canary=_canary,
-    without="functions of parameters on ranks and plain tensors end in torch's error; `autoplan.full_tensors` returns "
-    "plain ones",
-)

@@ -82,11 +82,18 @@ class Patch:
         object.__setattr__(self, "where", self.where or self.canary.__module__.replace(".", "/") + ".py")
 
 
-def while_split(name: str, replaces: str, why: str, canary: Callable[[], bool], without: str = "") -> Patch:
-    """Describe a patch that lasts as long as parameters lie on ranks."""
+def patch(
+    name: str, replaces: str, why: str, scope: str, undone: str, without: str = "", where: str = ""
+) -> Callable[[Callable[[], bool]], Patch]:
+    """Make a patch of the function that is its canary."""
+    return lambda canary: Patch(name, replaces, why, scope, undone, canary, without, where)
+
+
+def while_split(name: str, replaces: str, why: str, without: str = "") -> Callable[[Callable[[], bool]], Patch]:
+    """Make a patch that lasts as long as parameters lie on ranks of the function that is its canary."""
     scope = "while a model sharded by `parallelize`, or one of its parameters, is alive"
     undone = "torch's own is restored when the last such model is collected or undone"
-    return Patch(name, replaces, why, scope, undone, canary, without, "autoplan/execute/parameters/optimizer.py")
+    return patch(name, replaces, why, scope, undone, without, "autoplan/execute/parameters/optimizer.py")
 
 
 _INHERITED = object()

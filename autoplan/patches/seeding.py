@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoplan.common.code.code_place import is_settled
-from autoplan.patches.patched import Hold, Patch, Place, hold, patched
+from autoplan.patches.patched import Hold, Place, hold, patch, patched
 
 # Notice when a rank is seeded, without writing anything into its generators.
 #
@@ -50,7 +50,7 @@ _of_state: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by the id of
 def watch_seeding() -> Hold:
     """Watch seeding until the hold is released."""
     holders = [(holder, name) for holder in (torch, torch.random, torch.cuda, torch.cuda.random) for name in _NAMES]
-    return hold(SEEDING, [Place(holder, name, _noting) for holder, name in holders if name in vars(holder)])
+    return hold(seeding_patch, [Place(holder, name, _noting) for holder, name in holders if name in vars(holder)])
 
 
 def seeding() -> int:
@@ -95,7 +95,14 @@ def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:
     return noting
 
 
-def _canary() -> bool:
+@patch(
+    name="seeding of ranks",
+    replaces=f"{', '.join(_NAMES)} of torch, torch.random, torch.cuda and torch.cuda.random",
+    why="ranks re-synchronise their random stream after seeding, which the state of a generator does not show",
+    scope="while a model sharded by `parallelize` that may draw random numbers is alive",
+    undone="torch's functions are restored when the last such model is collected",
+)
+def seeding_patch() -> bool:
     """Return whether these functions seed and restore the generator in torch.random, and a fork restores it."""
     with torch.random.fork_rng(devices=()):
         with watch_seeding():
@@ -109,16 +116,6 @@ def _canary() -> bool:
             torch.set_rng_state(torch.get_rng_state().clone())
         first = next(iter(inspect.signature(torch.set_rng_state).parameters))
         return len({before, seeded, inside, seeding()}) == 4 and after == seeded and first == "new_state"
-
-
-SEEDING = Patch(
-    name="seeding of ranks",
-    replaces=f"{', '.join(_NAMES)} of torch, torch.random, torch.cuda and torch.cuda.random",
-    why="ranks re-synchronise their random stream after seeding, which the state of a generator does not show",
-    scope="while a model sharded by `parallelize` that may draw random numbers is alive",
-    undone="torch's functions are restored when the last such model is collected",
-    canary=_canary,
-)
 
 
 # Double precision throughout: computations in single precision inside a model are lifted too.
@@ -152,22 +149,19 @@ def _lifted(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def _double_precision_canary() -> bool:
-    """Return whether all ways to request float32 pass a function mode."""
-    x = torch.ones(2, dtype=torch.float64)
-    with Lifted():
-        results = (x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.ones(1), torch.tensor(0.5))
-    return all(result.dtype == torch.float64 for result in results) and x.float().dtype == torch.float32
-
-
-DOUBLE_PRECISION = Patch(
+@patch(
     name="double precision",
     replaces="torch.float32 in calls of torch functions, by torch.float64 (a torch function mode)",
     why="float32 computations inside a float64 model would look like errors of the plan",
     scope="while a float64 model is checked",
     undone="the mode is exited",
-    canary=_double_precision_canary,
 )
+def double_precision_patch() -> bool:
+    """Return whether all ways to request float32 pass a function mode."""
+    x = torch.ones(2, dtype=torch.float64)
+    with Lifted():
+        results = (x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.ones(1), torch.tensor(0.5))
+    return all(result.dtype == torch.float64 for result in results) and x.float().dtype == torch.float32
 
 
 # One device: code that names an accelerator is planned on the CPU, where copies of a model run.
@@ -181,21 +175,18 @@ ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu", "xla", "mtia")
 _MOVES = frozenset(getattr(torch.Tensor, name) for name in ACCELERATORS if hasattr(torch.Tensor, name))
 
 
-def _answers_without_cuda() -> bool:
-    """Return whether the questions are looked up in torch.cuda at each call, and raise without CUDA."""
-    with patched(QUESTIONS, _questions()):
-        inside = torch.cuda.current_device(), torch.cuda.synchronize()
-    return inside == (0, None)
-
-
-QUESTIONS = Patch(
+@patch(
     name="questions to CUDA",
     replaces="torch.cuda.current_device and torch.cuda.synchronize",
     why="code that names CUDA is planned on the CPU, where they raise if torch finds no GPU",
     scope="while a copy of a model runs whose code names an accelerator",
     undone="the functions are restored",
-    canary=_answers_without_cuda,
 )
+def questions_patch() -> bool:
+    """Return whether the questions are looked up in torch.cuda at each call, and raise without CUDA."""
+    with patched(questions_patch, _questions()):
+        inside = torch.cuda.current_device(), torch.cuda.synchronize()
+    return inside == (0, None)
 
 
 def _questions() -> list[Place]:
@@ -214,7 +205,7 @@ def on_one_device(model: nn.Module) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        stack.enter_context(patched(QUESTIONS, _questions()))
+        stack.enter_context(patched(questions_patch, _questions()))
         stack.enter_context(_OnTheCpu())
         if apart:
             stack.enter_context(torch.device("cpu"))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate
 
 from autoplan.common.torch_internals import dispatcher, op_handlers
-from autoplan.patches.patched import Hold, Patch, Place, Registered, apart, hold, while_split
+from autoplan.patches.patched import Hold, Place, Registered, apart, hold, patch, while_split
 
 # Ops that DTensor does not know, by which torch inspects parameters and gradients.
 #
@@ -21,7 +21,7 @@ from autoplan.patches.patched import Hold, Patch, Place, Registered, apart, hold
 
 def asked_of_all() -> Hold:
     """Register rules for these ops, on full tensors, until the hold is released."""
-    return hold(SHARDING_RULES, _places())
+    return hold(sharding_rules_patch, _places())
 
 
 def _places() -> Iterator[Registered]:
@@ -60,7 +60,14 @@ def _made() -> dict[Any, tuple[Any, Any]]:
     return registered
 
 
-def _canary() -> bool:
+@while_split(
+    name="sharding rules of ops",
+    replaces="entries of DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs and op_to_schema_info, which "
+    "torch.distributed.tensor.experimental.register_sharding makes",
+    why="anomaly detection and forward-mode AD run ops on parameters for which DTensor has no rule",
+    without="anomaly detection and forward-mode AD of a sharded model fail with a missing sharding rule",
+)
+def sharding_rules_patch() -> bool:
     """Return whether DTensor looks such ops up in these two tables, and finds ours there."""
     tables = _tables()
     before = [dict(table) for table in tables]
@@ -69,16 +76,6 @@ def _canary() -> bool:
                      for op, (strategy, schema) in _made().items())  # fmt: skip
     asks = type(dispatcher().sharding_propagator).propagate_op_sharding_non_cached.__code__.co_names
     return inside and [dict(table) for table in tables] == before and "op_strategy_funcs" in asks
-
-
-SHARDING_RULES = while_split(
-    name="sharding rules of ops",
-    replaces="entries of DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs and op_to_schema_info, which "
-    "torch.distributed.tensor.experimental.register_sharding makes",
-    why="anomaly detection and forward-mode AD run ops on parameters for which DTensor has no rule",
-    canary=_canary,
-    without="anomaly detection and forward-mode AD of a sharded model fail with a missing sharding rule",
-)
 
 
 # Ops for which DTensor uses the local shard: numbers for Python, and random draws in place.
@@ -93,7 +90,7 @@ def numbers_and_draws(number: Handler, draw: Handler) -> Hold:
     """Let `number` handle the number in a sharded DTensor, and `draw` draws in place, until the hold is released."""
     handlers = op_handlers()
     drawing = (Registered(handlers, op, draw) for op in _DRAWS)
-    return hold(OPS_BY_WHOLE, (Registered(handlers, _NUMBER, number), *drawing))
+    return hold(ops_by_whole_patch, (Registered(handlers, _NUMBER, number), *drawing))
 
 
 def answered_by_torch(op: Any, args: Any, kwargs: Any) -> Any:
@@ -115,7 +112,12 @@ _DRAWS = (
 )
 
 
-def _ops_by_whole_canary() -> bool:
+@while_split(
+    name="ops by the whole",
+    replaces="entries of DTensor._op_dispatcher._custom_op_handlers",
+    why="DTensor returns local numbers of sharded values to Python, and draws the same numbers for all shards",
+)
+def ops_by_whole_patch() -> bool:
     """Return whether DTensor has such handlers, and none of its own for these ops."""
     handlers = op_handlers()
     before = dict(handlers)
@@ -126,14 +128,6 @@ def _ops_by_whole_canary() -> bool:
     with apart(), numbers_and_draws(answer, answer):
         inside = all(handlers.get(op) is answer or op in before for op in (_NUMBER, *_DRAWS))
     return inside and dict(handlers) == before
-
-
-OPS_BY_WHOLE = while_split(
-    name="ops by the whole",
-    replaces="entries of DTensor._op_dispatcher._custom_op_handlers",
-    why="DTensor returns local numbers of sharded values to Python, and draws the same numbers for all shards",
-    canary=_ops_by_whole_canary,
-)
 
 
 # Split logits in compiled code: an `nn.CrossEntropyLoss` inside of it, and logits from outside.
@@ -148,7 +142,7 @@ OPS_BY_WHOLE = while_split(
 
 def heard_by_classes() -> Hold:
     """Dispatch compiled losses of this class to the classes of their tensors, until the hold is released."""
-    return hold(COMPILED_LOSS, _loss_places())
+    return hold(compiled_loss_patch, _loss_places())
 
 
 def _loss_places() -> Iterator[Place]:
@@ -182,7 +176,13 @@ class _Heard(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def _compiled_loss_canary() -> bool:
+@while_split(
+    name="compiled losses",
+    replaces="torch._dynamo.variables.user_defined.UserDefinedClassVariable._call_cross_entropy_loss",
+    why="inside a compiled model, sharded logits must dispatch to their own loss",
+    without="compiled models need full logits: gather_logits=True",
+)
+def compiled_loss_patch() -> bool:
     """Return whether a compiled loss reaches the class of its tensor, with all of its settings."""
 
     def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -195,24 +195,24 @@ def _compiled_loss_canary() -> bool:
     return dispatched.tolist() == [6] and abs(float(plain) - 1.0986) < 1e-3
 
 
-COMPILED_LOSS = while_split(
-    name="compiled losses",
-    replaces="torch._dynamo.variables.user_defined.UserDefinedClassVariable._call_cross_entropy_loss",
-    why="inside a compiled model, sharded logits must dispatch to their own loss",
-    canary=_compiled_loss_canary,
-    without="compiled models need full logits: gather_logits=True",
-)
-
-
 def left_untraced(classes: Iterable[type]) -> Hold:
     """Make compilers not trace functions of tensors of these classes from outside, until the hold is released."""
     import torch._dynamo.config
 
     untraced = torch._dynamo.config.nontraceable_tensor_subclasses
-    return hold(UNTRACED_LOGITS, (Registered(untraced, kind) for kind in classes))
+    return hold(untraced_logits_patch, (Registered(untraced, kind) for kind in classes))
 
 
-def _untraced_canary() -> bool:
+@patch(
+    name="untraced logits",
+    replaces="torch._dynamo.config.nontraceable_tensor_subclasses, to which the classes of split logits are added",
+    why="after a graph break between head and loss, sharded logits run eagerly in their own code",
+    scope="while a model whose head returns sharded logits, or a copy of it, is alive",
+    undone="each class is removed when the last such model is collected or undone",
+    where="autoplan/execute/vocabulary/leaving.py",
+    without="compiled models need full logits: gather_logits=True",
+)
+def untraced_logits_patch() -> bool:
     """Return whether code with such a tensor is compiled before and after, and not inside."""
 
     class Apart(torch.Tensor):
@@ -233,15 +233,3 @@ def _untraced_canary() -> bool:
     with apart(), left_untraced((Apart,)):
         inside = compiled()
     return (before, inside, compiled()) == (1, 0, 1)
-
-
-UNTRACED_LOGITS = Patch(
-    name="untraced logits",
-    replaces="torch._dynamo.config.nontraceable_tensor_subclasses, to which the classes of split logits are added",
-    why="after a graph break between head and loss, sharded logits run eagerly in their own code",
-    scope="while a model whose head returns sharded logits, or a copy of it, is alive",
-    undone="each class is removed when the last such model is collected or undone",
-    where="autoplan/execute/vocabulary/leaving.py",
-    canary=_untraced_canary,
-    without="compiled models need full logits: gather_logits=True",
-)

@@ -20,7 +20,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ThreadLocalWorld
 
 from autoplan.common.errors import CaptureError
-from autoplan.patches.patched import Patch, Place, owns, patched
+from autoplan.patches.patched import Place, owns, patch, patched
 
 # Models that use torch.distributed themselves, while a plan is made for them.
 #
@@ -39,19 +39,16 @@ _REFUSED = (
 )  # fmt: skip
 
 
-def _canary() -> bool:
-    """Return whether these functions are in torch.distributed, through which models call them."""
-    return all(callable(vars(dist).get(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))
-
-
-PROCESS_GROUP = Patch(
+@patch(
     name="process group",
     replaces="torch.distributed.is_initialized, get_rank, get_world_size and the collectives, for callers in the model",
     why="a model that communicates itself hangs if one rank plans, and its own parallelism would be planned too",
     scope="while a plan is made and verified",
     undone="the functions are restored",
-    canary=_canary,
 )
+def process_group_patch() -> bool:
+    """Return whether these functions are in torch.distributed, through which models call them."""
+    return all(callable(vars(dist).get(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))
 
 
 @contextmanager
@@ -59,8 +56,9 @@ def alone() -> Iterator[set[str]]:
     """Hide the process group from the model's code; yield the names of what it calls, as it does."""
     called: set[str] = set()
     _listeners.append(called)
+    places = (Place(dist, name, _made(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))
     try:
-        with patched(PROCESS_GROUP, (Place(dist, name, _made(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))):
+        with patched(process_group_patch, places):
             yield called
     finally:
         _listeners[:] = [listener for listener in _listeners if listener is not called]
@@ -162,7 +160,7 @@ def world_per_thread() -> Iterator[None]:
         Place(ShardingPropagator, _ASKS, _one_at_a_time),
         *(Place(kind, "__getattr__", _made_once) for kind in (type(torch.ops.aten), type(torch.ops.aten.add))),
     ]
-    with patched(WORLD, places):
+    with patched(world_patch, places):
         c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
         try:
             yield
@@ -190,7 +188,8 @@ class _GeneratorOfThisThread:
 @contextmanager
 def generator_per_thread(own: Callable[[], torch.Generator | None]) -> Iterator[None]:
     """Make `torch.manual_seed`, `get_rng_state` and the like use the calling thread's own generator, if it has one."""
-    with patched(GENERATOR, [Place(torch.random, "default_generator", lambda real: _GeneratorOfThisThread(real, own))]):
+    place = Place(torch.random, "default_generator", lambda real: _GeneratorOfThisThread(real, own))
+    with patched(generator_patch, [place]):
         yield
 
 
@@ -218,11 +217,20 @@ def host_generators(own: Callable[[], tuple[random.Random, numpy.random.RandomSt
         for name in vars(module)  # functions that are methods of the generator, too
         if name.islower() and name[0] != "_" and callable(getattr(kind, name, None))
     ]
-    with patched(HOST_GENERATORS, places):
+    with patched(host_generators_patch, places):
         yield
 
 
-def _world_canary() -> bool:
+@patch(
+    name="world of simulated ranks",
+    replaces="torch.distributed.distributed_c10d._world, "
+    f"torch.distributed.tensor._sharding_prop.ShardingPropagator.{_ASKS}, __getattr__ of torch.ops.aten and of its ops",
+    why="each thread-based rank needs its own process-group world; DTensor propagates shapes in one thread "
+    "only; two threads must not create the Python object of one op",
+    scope="while simulated ranks run",
+    undone="the world, with any live process group, and the methods are restored",
+)
+def world_patch() -> bool:
     """Return whether torch looks its world up each time, every thread has its own, and ops are cached."""
     real, asks = dist.distributed_c10d._world, getattr(ShardingPropagator, _ASKS)
     with world_per_thread():
@@ -239,19 +247,14 @@ def _world_canary() -> bool:
     return one_at_a_time and alone and once and back and parts[0] is not parts[1]
 
 
-WORLD = Patch(
-    name="world of simulated ranks",
-    replaces="torch.distributed.distributed_c10d._world, "
-    f"torch.distributed.tensor._sharding_prop.ShardingPropagator.{_ASKS}, __getattr__ of torch.ops.aten and of its ops",
-    why="each thread-based rank needs its own process-group world; DTensor propagates shapes in one thread "
-    "only; two threads must not create the Python object of one op",
+@patch(
+    name="generator of simulated ranks",
+    replaces="torch.random.default_generator",
+    why="seeding or reading the CPU generator on one rank must not affect another",
     scope="while simulated ranks run",
-    undone="the world, with any live process group, and the methods are restored",
-    canary=_world_canary,
+    undone="torch's generator is restored",
 )
-
-
-def _generator_canary() -> bool:
+def generator_patch() -> bool:
     """Return whether torch's functions for CPU randomness use `torch.random.default_generator`."""
     mine, before = torch.Generator(), torch.get_rng_state()
     with generator_per_thread(lambda: mine):
@@ -262,17 +265,14 @@ def _generator_canary() -> bool:
     return theirs and seed == 7 == mine.initial_seed() and torch.equal(inside, mine.get_state())
 
 
-GENERATOR = Patch(
-    name="generator of simulated ranks",
-    replaces="torch.random.default_generator",
-    why="seeding or reading the CPU generator on one rank must not affect another",
+@patch(
+    name="host generators of simulated ranks",
+    replaces="the functions of random and numpy.random that draw from the generator of the process",
+    why="draws of Python's or numpy's generators must not depend on the order of the ranks' threads",
     scope="while simulated ranks run",
-    undone="torch's generator is restored",
-    canary=_generator_canary,
+    undone="the modules' functions are restored",
 )
-
-
-def _host_canary() -> bool:
+def host_generators_patch() -> bool:
     """Return whether the functions of `random` and `numpy.random` are methods of one generator each, called by name."""
     mine = random.Random(7), numpy.random.RandomState(7)
     before = random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[index]
@@ -282,16 +282,6 @@ def _host_canary() -> bool:
     same = inside == (again[0].random(), again[0].randint(0, 9), again[1].rand(), again[1].randint(9))
     after = random.getstate(), numpy.random.get_state()[1]  # type: ignore[index]
     return same and after[0] == before[0] and bool((after[1] == before[1]).all())
-
-
-HOST_GENERATORS = Patch(
-    name="host generators of simulated ranks",
-    replaces="the functions of random and numpy.random that draw from the generator of the process",
-    why="draws of Python's or numpy's generators must not depend on the order of the ranks' threads",
-    scope="while simulated ranks run",
-    undone="the modules' functions are restored",
-    canary=_host_canary,
-)
 
 
 # torch creates a process group by the name of its backend, and cannot unregister one. So it is registered when such
@@ -305,18 +295,15 @@ def know_backend(make: Callable[..., Any], name: str = BACKEND) -> None:
         dist.Backend.register_backend(name, make, devices=["cpu"])
 
 
-def _backend_canary() -> bool:
-    """Return whether a registered backend is known by its name alone, and not the default of a device that had one."""
-    before, name = dict(dist.Backend.default_device_backend_map), f"{BACKEND}_canary"
-    know_backend(lambda *given: None, name)
-    return name in dist.Backend.backend_list and dist.Backend.default_device_backend_map == before
-
-
-RANK_BACKEND = Patch(
+@patch(
     name="backend of simulated ranks",
     replaces="nothing: torch.distributed.Backend.register_backend adds a backend name",
     why="thread-based ranks have their own type of process group, which counts messages",
     scope="from the first run of simulated ranks on",
     undone="not undone: torch cannot unregister a backend, and nothing else uses this name",
-    canary=_backend_canary,
 )
+def rank_backend_patch() -> bool:
+    """Return whether a registered backend is known by its name alone, and not the default of a device that had one."""
+    before, name = dict(dist.Backend.default_device_backend_map), f"{BACKEND}_canary"
+    know_backend(lambda *given: None, name)
+    return name in dist.Backend.backend_list and dist.Backend.default_device_backend_map == before

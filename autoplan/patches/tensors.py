@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from autoplan.patches.patched import Hold, Patch, Place, apart, hold, while_split
+from autoplan.patches.patched import Hold, Place, apart, hold, patch, while_split
 
 # Full tensors that torch shards for a sharded model: `set_model_state_dict(..., full_state_dict=True)`.
 #
@@ -36,10 +36,15 @@ def left_whole(wanted: Callable[[Any, torch.Tensor], bool]) -> Hold:
 
         return _distribute_tensors
 
-    return hold(FULL_STATE_DICTS, [Place(utils, "_distribute_tensors", leaving)])
+    return hold(full_state_dicts_patch, [Place(utils, "_distribute_tensors", leaving)])
 
 
-def _full_state_dicts_canary() -> bool:
+@while_split(
+    name="full state dicts",
+    replaces="torch.distributed._state_dict_utils._distribute_tensors",
+    why="torch would shard it evenly, but a parameter with rows on several ranks has another local size",
+)
+def full_state_dicts_patch() -> bool:
     """Return whether torch passes a parameter with its full tensor, and accepts a tensor that is done."""
     parameter, whole = torch.zeros(2), torch.ones(3)
     state: dict[str, Any] = {"weight": (parameter, whole)}
@@ -47,14 +52,6 @@ def _full_state_dicts_canary() -> bool:
         vars(utils)["_distribute_tensors"](state, ["weight"], torch.device("cpu"), "no group")
     user = vars(utils)["_broadcast_tensors"].__code__.co_names
     return state == {"weight": whole} and "_distribute_tensors" in user
-
-
-FULL_STATE_DICTS = while_split(
-    name="full state dicts",
-    replaces="torch.distributed._state_dict_utils._distribute_tensors",
-    why="torch would shard it evenly, but a parameter with rows on several ranks has another local size",
-    canary=_full_state_dicts_canary,
-)
 
 
 # Notice every optimizer that is created while a sharded model lives.
@@ -75,10 +72,15 @@ def told_of_new_optimizers(tell: Callable[[Optimizer], None]) -> Hold:
 
         return __init__
 
-    return hold(OPTIMIZERS, [Place(Optimizer, "__init__", telling)])
+    return hold(optimizers_patch, [Place(Optimizer, "__init__", telling)])
 
 
-def _optimizers_canary() -> bool:
+@while_split(
+    name="creation of optimizers",
+    replaces="torch.optim.Optimizer.__init__",
+    why="optimizer states of packed weights are in rank order; their state dicts must be in checkpoint order",
+)
+def optimizers_patch() -> bool:
     """Return whether every optimizer goes through `Optimizer.__init__`, and has its groups and hooks afterwards."""
     seen: list[tuple[type, int]] = []
     kinds = (torch.optim.SGD, torch.optim.AdamW)
@@ -87,14 +89,6 @@ def _optimizers_canary() -> bool:
     hooks = (Optimizer.register_state_dict_post_hook, Optimizer.register_load_state_dict_pre_hook)
     accepted = all(list(inspect.signature(hook).parameters)[:2] == ["self", "hook"] for hook in hooks)
     return accepted and [(kind, 1) for kind in kinds] == [entry for entry in seen if entry[0] in map(type, optimizers)]
-
-
-OPTIMIZERS = while_split(
-    name="creation of optimizers",
-    replaces="torch.optim.Optimizer.__init__",
-    why="optimizer states of packed weights are in rank order; their state dicts must be in checkpoint order",
-    canary=_optimizers_canary,
-)
 
 
 # `parameter.data = x` for parameters on ranks.
@@ -114,10 +108,15 @@ def data_assigned(assign: Callable[[DTensor, Any], bool], read: Callable[[DTenso
             _PLAIN.__set__(self, value)
 
     data = property(lambda self: read(self, _PLAIN.__get__(self)), write)
-    return hold(PARAMETER_DATA, [Place(DTensor, "data", lambda _: data, inherited=True)])
+    return hold(parameter_data_patch, [Place(DTensor, "data", lambda _: data, inherited=True)])
 
 
-def _parameter_data_canary() -> bool:
+@while_split(
+    name="data of parameters",
+    replaces="torch.distributed.tensor.DTensor.data",
+    why="assigning to a DTensor's .data leaves its local tensor unchanged",
+)
+def parameter_data_patch() -> bool:
     """Return whether DTensor inherits an assignable `data`."""
     before = vars(DTensor).get("data")
     seen: list[Any] = []
@@ -137,14 +136,6 @@ def _parameter_data_canary() -> bool:
     _PLAIN.__set__(plain, torch.zeros(2))
     restored = seen == [3, 1] and vars(DTensor).get("data") is before
     return restored and not plain.any() and not _PLAIN.__get__(plain).any()
-
-
-PARAMETER_DATA = while_split(
-    name="data of parameters",
-    replaces="torch.distributed.tensor.DTensor.data",
-    why="assigning to a DTensor's .data leaves its local tensor unchanged",
-    canary=_parameter_data_canary,
-)
 
 
 # Rows and pieces of parameters on ranks: `weight[3]`, `weight[3] = 0`, `bias.chunk(4)`.
@@ -167,10 +158,16 @@ def picked(pick: Callable[..., Any], set_item: Callable[..., Any], total: Callab
             made = functools.partialmethod(lambda x, f, own, *args, **more: f(own, x, *args, **more), function, plain)
             yield Place(DTensor, name, lambda _, made=made: made, inherited=True)  # type: ignore[misc]
 
-    return hold(PICKED_ROWS, places())
+    return hold(picked_rows_patch, places())
 
 
-def _picked_rows_canary() -> bool:
+@while_split(
+    name="picked rows",
+    replaces="__getitem__, __setitem__, chunk, diagonal, mean, narrow, norm, select, split, sum and unbind of "
+    "torch.distributed.tensor.DTensor",
+    why="writes to indexed rows of a sharded parameter are lost, and a penalty on it cannot be added to a loss",
+)
+def picked_rows_patch() -> bool:
     """Return whether DTensor inherits these methods from Tensor."""
     before = {name: vars(DTensor).get(name) for name in _METHODS}
     seen: list[Any] = []
@@ -183,15 +180,6 @@ def _picked_rows_canary() -> bool:
         for name in _METHODS:
             vars(DTensor)[name].__get__(made, DTensor)(1)
     return seen == [(name, 1) for name in before] and before == {name: vars(DTensor).get(name) for name in before}
-
-
-PICKED_ROWS = while_split(
-    name="picked rows",
-    replaces="__getitem__, __setitem__, chunk, diagonal, mean, narrow, norm, select, split, sum and unbind of "
-    "torch.distributed.tensor.DTensor",
-    why="writes to indexed rows of a sharded parameter are lost, and a penalty on it cannot be added to a loss",
-    canary=_picked_rows_canary,
-)
 
 
 # torch's norm of all gradients, where several ranks hold the same rows.
@@ -213,24 +201,21 @@ def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Hold
         return total_norm
 
     (cell,) = get_total_norm.__closure__
-    return hold(TOTAL_NORM, [Place(cell, "cell_contents", counting)])
+    return hold(total_norm_patch, [Place(cell, "cell_contents", counting)])
 
 
-def _total_norm_canary() -> bool:
+@while_split(
+    name="norm of gradients",
+    replaces="the function in the closure of torch.nn.utils.get_total_norm",
+    why="torch's gradient norm would count rows that several ranks hold more than once",
+)
+def total_norm_patch() -> bool:
     """Return whether both functions take the norm of the replaced gradients."""
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     with apart(), norm_of(lambda gradients: [4 * gradient for gradient in gradients]):
         norms = (clip_grad_norm_(iter([weight]), 100.0), get_total_norm(iter([weight.grad])))
     return all(abs(float(norm) - 32**0.5) < 1e-5 for norm in norms) and float(weight.grad[0]) == 1
-
-
-TOTAL_NORM = while_split(
-    name="norm of gradients",
-    replaces="the function in the closure of torch.nn.utils.get_total_norm",
-    why="torch's gradient norm would count rows that several ranks hold more than once",
-    canary=_total_norm_canary,
-)
 
 
 # `safetensors.torch.save_model` and `save_file` of tensors on ranks: one clear error.
@@ -249,10 +234,16 @@ def told_of_stored(tell: Callable[[torch.Tensor], None]) -> Hold:
 
         return storage_ptr
 
-    return hold(SAFETENSORS_STORAGE, [Place(import_module("safetensors.torch"), "storage_ptr", telling)])
+    return hold(safetensors_storage_patch, [Place(import_module("safetensors.torch"), "storage_ptr", telling)])
 
 
-def _safetensors_storage_canary() -> bool:
+@while_split(
+    name="memory that safetensors writes",
+    replaces="safetensors.torch.storage_ptr",
+    why="DTensors have no storage of their own; the error must say how to save a sharded model",
+    without="safetensors fails on a sharded model with its own error",
+)
+def safetensors_storage_patch() -> bool:
     """Return whether both ways to write tensors read their memory before anything else."""
     theirs, seen = import_module("safetensors.torch"), []
 
@@ -267,15 +258,6 @@ def _safetensors_storage_canary() -> bool:
             except ValueError as error:
                 seen.append(str(error))
     return seen == [torch.Size([2, 2]), "told", torch.Size([2]), "told"]
-
-
-SAFETENSORS_STORAGE = while_split(
-    name="memory that safetensors writes",
-    replaces="safetensors.torch.storage_ptr",
-    why="DTensors have no storage of their own; the error must say how to save a sharded model",
-    canary=_safetensors_storage_canary,
-    without="safetensors fails on a sharded model with its own error",
-)
 
 
 # `torch.autograd.grad(loss, model.parameters())` and `loss.backward(inputs=…)` by parameters that FSDP2 shards.
@@ -299,10 +281,19 @@ def told_of_inputs(tell: Callable[[list[Any]], None]) -> Hold:
 
         return gradients
 
-    return hold(GRADIENT_INPUTS, [Place(torch.autograd, name, telling) for name in ("grad", "backward")])
+    return hold(gradient_inputs_patch, [Place(torch.autograd, name, telling) for name in ("grad", "backward")])
 
 
-def _gradient_inputs_canary() -> bool:
+@patch(
+    name="inputs of gradients",
+    replaces="torch.autograd.grad and torch.autograd.backward",
+    why="parameters that FSDP2 shards are in no graph: no gradient would reach them, and backward says nothing",
+    scope="while a model in FSDP2 units is alive",
+    undone="torch's own are restored when the last such model is collected",
+    without="gradients asked for by parameters of FSDP2 units are missing",
+    where="autoplan/execute/data_parallel/gradients.py",
+)
+def gradient_inputs_patch() -> bool:
     """Return whether all three ways to name inputs lead here."""
     x = torch.ones(2, requires_grad=True)
     seen: list[list[Any]] = []
@@ -311,15 +302,3 @@ def _gradient_inputs_canary() -> bool:
         (2 * x).sum().backward(inputs=[x])
         torch.autograd.backward((2 * x).sum())
     return [len(inputs) for inputs in seen] == [1, 1, 0] and seen[1][0] is x
-
-
-GRADIENT_INPUTS = Patch(
-    name="inputs of gradients",
-    replaces="torch.autograd.grad and torch.autograd.backward",
-    why="parameters that FSDP2 shards are in no graph: no gradient would reach them, and backward says nothing",
-    scope="while a model in FSDP2 units is alive",
-    undone="torch's own are restored when the last such model is collected",
-    canary=_gradient_inputs_canary,
-    without="gradients asked for by parameters of FSDP2 units are missing",
-    where="autoplan/execute/data_parallel/gradients.py",
-)

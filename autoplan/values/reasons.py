@@ -82,7 +82,7 @@ class TooFewRows(Reason):
 
 
 class ReadAcross(Reason):
-    """`events`, by name (axes/events.py): ops along the axis after which its positions are no longer independent."""
+    """`events`, by name (axes/terms.py): ops along the axis after which its positions are no longer independent."""
 
     events: tuple[str, ...]
 

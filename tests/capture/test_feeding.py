@@ -21,6 +21,7 @@ from unfamiliar_parts import PARTS
 
 import autoplan
 from autoplan.capture.derive_inputs import recipe_for
+from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.conditions import value_of
 from autoplan.capture.feeding.failure import Failure, Place
 from autoplan.capture.feeding.names import read_names, usual_names
@@ -251,7 +252,7 @@ def _failure(model: nn.Module, state: State) -> Failure:
     values = state.draw(0, torch.float32)
     with pytest.raises(Exception) as caught, watch.over(values):  # noqa: B017, PT011 - which one is the layer's business
         model(**values)
-    return Failure(state, caught.value, watch)
+    return Failure(state, caught.value, watch, Arguments.of(model))
 
 
 class Typed(nn.Module):

@@ -11,8 +11,7 @@ from small_models import give_random_values
 from torch import nn
 from torch.nn import functional as F
 
-from autoplan.analyse.infer import infer_axes
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Shards, infer_axes
 from autoplan.axes.terms import concatenation, factors, find, leaf, leaves, product, segments
 from autoplan.capture.recorder import record
 from autoplan.check.permute import check_permutations, permuted_indices

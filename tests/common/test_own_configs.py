@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
-from autoplan.execute.dropout import may_draw
+from autoplan.execute.random_streams import may_draw
 
 
 @dataclass

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoplan
 from autoplan.check.ranks.run import run_processes
 from autoplan.common.errors import PlanMismatchError
-from autoplan.execute.dropout import draws_in_code, may_draw
 from autoplan.execute.parameters.buffers import full_tensors
+from autoplan.execute.random_streams import draws_in_code, may_draw
 from autoplan.hf.source import resolve
 from autoplan.values import CallRewrite, LocalExperts
 

@@ -9,7 +9,7 @@ import torch
 from example_instructions import example_of
 from torch import nn
 
-import autoplan.execute.hooks.carried_out  # noqa: F401 - registers all executors
+import autoplan.execute.hooks.install  # noqa: F401 - registers all executors
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
@@ -49,11 +49,11 @@ def unfinished(kind: type[Instruction]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)
-def test_a_class_is_carried_out_explained_costed_saved_and_exported(name: str) -> None:
+def test_a_class_is_install_explained_costed_saved_and_exported(name: str) -> None:
     assert not list(unfinished(INSTRUCTIONS[name]))
 
 
-def test_nothing_is_carried_out_that_is_no_instruction() -> None:
+def test_nothing_is_install_that_is_no_instruction() -> None:
     assert set(EXECUTORS) == set(INSTRUCTIONS.values())
 
 

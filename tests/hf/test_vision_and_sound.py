@@ -18,7 +18,7 @@ from autoplan.common.errors import PlanMismatchError, SourceError
 from autoplan.common.nested import change_at
 from autoplan.common.random_values import tried_dtypes
 from autoplan.execute import random_streams
-from autoplan.execute.dropout import SharedRandomness
+from autoplan.execute.random_streams import SharedRandomness
 from autoplan.hf.inputs.guesses import first_that_runs
 from autoplan.hf.shrink import tiny_config
 from autoplan.hf.source import resolve

@@ -10,11 +10,9 @@ import torch
 from small_models import give_random_values
 from torch import nn
 
-from autoplan.analyse.infer import infer_axes
+from autoplan.analyse.infer import Shards, infer_axes
 from autoplan.analyse.placement.call_instructions import reduction_of
-from autoplan.analyse.shards import Shards
-from autoplan.axes.events import Event
-from autoplan.axes.terms import find, leaves
+from autoplan.axes.terms import Event, find, leaves
 from autoplan.capture.recorder import record
 from autoplan.check.replay import replay
 from autoplan.ops import OPS, call_record, op_record

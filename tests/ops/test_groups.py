@@ -7,8 +7,7 @@ import torch
 from small_models import give_random_values
 from torch import nn
 
-from autoplan.analyse.infer import infer_axes
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Shards, infer_axes
 from autoplan.analyse.splits.literal_sizes import requirements
 from autoplan.axes.terms import find, leaves
 from autoplan.capture.recorder import record

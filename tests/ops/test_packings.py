@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from trace_writer import B, D, S, Writer, clean, events, free, only, rows
 
-from autoplan.axes.events import Event
-from autoplan.axes.terms import leaves
+from autoplan.axes.terms import Event, leaves
 
 
 def test_gpt2_packing_is_three_blocks_of_heads() -> None:

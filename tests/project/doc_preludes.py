@@ -183,7 +183,7 @@ def instruction_names() -> Setting:
 @contextmanager
 def lists_as_they_were() -> Iterator[None]:
     """What a document registers is forgotten afterwards."""
-    import autoplan.execute.hooks.carried_out  # noqa: F401 - registers all of ours
+    import autoplan.execute.hooks.install  # noqa: F401 - registers all of ours
     from autoplan.execute.executors import EXECUTORS
     from autoplan.ops.records.record import CALLS, OPS, _forget
     from autoplan.values import INSTRUCTIONS

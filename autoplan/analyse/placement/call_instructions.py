@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.inside_calls import axis_lost_in, why_no_partial_sum, why_sizes_differ
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.model_ends import looked_up_in
 from autoplan.ops import call_record, op_record
 from autoplan.ops.attention import argument, mask_of_heads

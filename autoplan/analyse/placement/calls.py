@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.call_instructions import call_instruction
 from autoplan.analyse.placement.callflow import CallFlow, Placement
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.integer_edits import Edits
 from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole, pieces_given
 from autoplan.axes.terms import find, leaves

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.callflow import CallFlow, Crossing
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.special import thin_matrix
 from autoplan.ops import call_record
 from autoplan.ops.records.answers import Linear, Shows

@@ -20,10 +20,10 @@ from math import prod
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoints, Kind, Placement, Refusal
 from autoplan.analyse.placement.delayed_sums import Way
 from autoplan.analyse.placement.minimum_cut import ELEMENT, HARD, NO, OUTSIDE, YES, CutProblem, Place, Version
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.special import thin_matrix
 from autoplan.common.patterns import holders
 from autoplan.ops import call_record

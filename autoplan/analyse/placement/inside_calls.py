@@ -13,7 +13,7 @@ from itertools import combinations
 from math import isclose, prod
 from typing import Any
 
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Shards
 from autoplan.ops import call_record, op_record
 from autoplan.ops.attention import BOX
 from autoplan.ops.elementwise import COUNTING

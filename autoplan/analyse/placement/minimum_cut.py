@@ -25,11 +25,11 @@ from typing import TypeAlias
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.call_instructions import row_bias_of
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.delayed_sums import adds, is_linear
 from autoplan.analyse.placement.inside_calls import made_of
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.special import thin_matrix
 from autoplan.ops.creation import fills
 from autoplan.ops.records.answers import Reduction

@@ -25,12 +25,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.call_instructions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, HookPoints, Placement, Refusal
 from autoplan.analyse.placement.delayed_sums import Way, adds, follow_down, shared_sums
 from autoplan.analyse.placement.gradient_sums import GradientSums
 from autoplan.analyse.placement.inside_calls import made_of
-from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Drawn, Reduction, Shows
 from autoplan.values import (

@@ -21,13 +21,13 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.changes import HaloAt, Refused, SequencePlacement
 from autoplan.analyse.sequence.context import leave_partial
 from autoplan.analyse.sequence.exchange import exchange
 from autoplan.analyse.sequence.stream import Stream
 from autoplan.analyse.sequence.windows import attended, check_places
-from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.patterns import starred
 from autoplan.ops import call_record

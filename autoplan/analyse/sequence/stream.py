@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.sequence.changes import Refused, Restart, SequencePlacement
-from autoplan.analyse.sequence.picks import Picks
-from autoplan.analyse.sequence.positions import Positions, coupling_ops
+from autoplan.analyse.sequence.positions import Picks, Positions, coupling_ops
 from autoplan.analyse.sequence.stream_state import CutStream
 from autoplan.analyse.sequence.windows import Windows, own_queries
 from autoplan.ops import call_record

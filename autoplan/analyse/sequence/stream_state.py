@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.callflow import CallFlow, Crossing, HookPoint, Placement
 from autoplan.analyse.sequence.changes import Refused, Restart, SequencePlacement
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.sequence.windows import uneven_places
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term
 from autoplan.common.patterns import is_under

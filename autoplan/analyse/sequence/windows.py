@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.sequence.changes import Refused
 from autoplan.analyse.sequence.positions import Positions, coupling_ops
-from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Extent, Reduction

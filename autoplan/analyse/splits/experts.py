@@ -12,6 +12,7 @@ from autoplan.analyse.splits.integer_edits import attributes_of
 from autoplan.analyse.splits.literal_sizes import sizes_given
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands
 from autoplan.axes.terms import factors, find, leaves
+from autoplan.common.patterns import grouped
 from autoplan.ops import call_record
 from autoplan.ops.attention import BOX
 from autoplan.ops.records.record import REMOVED
@@ -59,9 +60,7 @@ class ExpertStack:
 
 def find_experts(trace: Trace, axes: Axes) -> tuple[ExpertStack, ...]:
     """Return every module of the trace whose experts can be distributed over ranks."""
-    visits: dict[str, list[ModuleVisit]] = {}
-    for visit in trace.visits:
-        visits.setdefault(visit.module, []).append(visit)
+    visits = grouped((visit.module, visit) for visit in trace.visits)
     expert_stacks = []
     for module, runs in visits.items():
         stack = _stack_of(module, trace)

@@ -16,7 +16,7 @@ from itertools import combinations, product
 from math import prod
 from typing import Any
 
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.splits.literal_sizes import Requirement, made_whole, requirements
 from autoplan.values import IntegerEdit, Symbolic, symbolics
 

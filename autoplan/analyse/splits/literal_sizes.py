@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Shards
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Drawn
 from autoplan.ops.records.on_shards import (

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm, prod
 
-from autoplan.analyse.infer import Axes
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Axes, Shards
 from autoplan.axes.terms import Term, find, leaves, segments
 from autoplan.common.layout import Layout, even_blocks, in_blocks, joined
 from autoplan.common.patterns import is_under

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from autoplan.analyse.infer import Axes
+from autoplan.analyse.infer import Axes, Shards
 from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow
-from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.packed import Demands
 from autoplan.axes.terms import find, leaves
 from autoplan.common.layout import chunk

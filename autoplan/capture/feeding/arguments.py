@@ -8,7 +8,6 @@ import enum
 import functools
 import inspect
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.feeding.failure import is_nothing, is_number
 from autoplan.capture.feeding.names import passed_on, usual_names
-from autoplan.capture.feeding.wants import Path, State, Want
+from autoplan.capture.feeding.wants import Path, State, Want, is_nothing, is_number
+from autoplan.common.code.code_place import nodes_of
 from autoplan.common.conventions import conventions
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
@@ -53,6 +52,7 @@ class Arguments:
     """A forward's required and optional arguments. `open`: it takes any keyword. `losses`: arguments that make it
     compute a loss: targets, or a switch that is off."""
 
+    model: nn.Module
     required: tuple[inspect.Parameter, ...]
     optional: tuple[inspect.Parameter, ...]
     signature: str
@@ -80,36 +80,33 @@ class Arguments:
         losses = [p for p in optional if any(word in p.name.lower() for word in conventions().target_words)]
         losses += [p for p in named if p.default is False and usual_names().loss_switches.search(p.name)]
         text = f"{name}.forward{signature}"
-        return Arguments(tuple(required), tuple(optional), text, rest is not None, tuple(losses))
+        return Arguments(model, tuple(required), tuple(optional), text, rest is not None, tuple(losses))
 
-    def start(self, model: nn.Module) -> State:
+    def start(self) -> State:
         """Return the first state: the likeliest value of each required argument."""
-        wants = []
-        for number, parameter in enumerate(self.required):
-            wants.append((parameter.name, next(self.usual(parameter, model, number == 0))))
-        return State(tuple(wants))
+        return State(tuple((p.name, next(self.usual(p, p is self.required[0]))) for p in self.required))
 
-    def usual(self, parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
+    def usual(self, parameter: inspect.Parameter, first: bool = False) -> Iterator[Want]:
         """Yield what such an argument usually is, the likeliest first. Inputs of a graph have nodes, and no batch. A
         `*rest` is several equal arguments."""
         if isinstance(parameter, Rest):
-            each = self.usual(field_of(None, parameter.name[1:]), model, first)
+            each = self.usual(field_of(None, parameter.name[1:]), first)
             yield from (_of_each(number, want) for want in each for number in _SEVERAL)
             return
         if not usual_names().has_edges(p.name for p in self.required):
-            yield from usual(parameter, model, first)
+            yield from usual(parameter, self.model, first)
             return
         if first:
-            yield from (of_nodes(want) for want in first_layer_wants(model) if len(want.shape) == 2)
+            yield from (of_nodes(want) for want in first_layer_wants(self.model) if len(want.shape) == 2)
             yield Want("float", ("nodes", _W))
-        yield from sorted(map(of_nodes, usual(parameter, model, first)), key=lambda want: want.kind == "positions")
+        yield from sorted(map(of_nodes, usual(parameter, self.model, first)), key=lambda want: want.kind == "positions")
 
-    def left_out(self, state: State, model: nn.Module) -> list[tuple[Path, inspect.Parameter]]:
+    def left_out(self, state: State) -> list[tuple[Path, inspect.Parameter]]:
         """Return the optional arguments that a call does not have, and the keys of its dicts that need not be there."""
         optional: list[tuple[Path, inspect.Parameter]]
         optional = [((parameter.name,), parameter) for parameter in self.optional if not state.holds(parameter.name)]
         for name, want in state.wants:
-            more = keywords(model, name) if want.kind == "dict" else ()
+            more = keywords(self.model, name) if want.kind == "dict" else ()
             optional += [((name, key.name), key) for key in more if key.name not in dict(want.items)]
         return optional
 
@@ -119,12 +116,8 @@ class Arguments:
 
 def keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
     """Return the keys that a forward reads from its `**rest`; `rest["x"]` is required unless it is tested for."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(model.forward)))
-    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
-        return []
     must: dict[str, bool] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(model.forward):
         match node:
             case ast.Subscript(value=ast.Name(id=found), slice=ast.Constant(value=str(key))):
                 needed = True
@@ -228,11 +221,7 @@ def _plain(parameter: inspect.Parameter, model: nn.Module) -> Iterator[Want]:
 def _compared_strings(function: Any) -> dict[str, list[str]]:
     """Return the strings with which a function compares each name."""
     strings: dict[str, list[str]] = {}
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
-        return strings
-    for node in ast.walk(tree):
+    for node in nodes_of(function):
         match node:
             case ast.Compare(left=ast.Name(id=name), ops=[ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()]):
                 within: list[ast.AST] = list(node.comparators)

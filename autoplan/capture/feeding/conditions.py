@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from autoplan.capture.feeding.failure import Failure, Place, is_number
+from autoplan.capture.feeding.failure import Failure, Place
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
-from autoplan.capture.feeding.wants import Path, State, Want
+from autoplan.capture.feeding.wants import Path, State, Want, is_number
 from autoplan.capture.feeding.watch import origin
 from autoplan.common.torch_internals import is_fake
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from autoplan.capture.feeding.wants import Path, State
-from autoplan.capture.feeding.watch import Watch, origin, outside_torch
+from autoplan.capture.feeding.arguments import Arguments
+from autoplan.capture.feeding.wants import Path, State, is_nothing
+from autoplan.capture.feeding.watch import Demand, Watch, demand_of, origin, outside_torch
 from autoplan.common.nested import flatten_tensors
 
 
@@ -36,10 +37,21 @@ class Failure:
     state: State
     error: Exception
     watch: Watch
+    arguments: Arguments
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.arguments.model
 
     @cached_property
     def text(self) -> str:
         return str(self.error)
+
+    @property
+    def demand(self) -> Demand | None:
+        """Return what the failed call demands of a tensor."""
+        demand = demand_of(self.watch.failed) if self.watch.failed is not None else None
+        return demand if demand is not None and isinstance(demand.tensor, torch.Tensor) else None
 
     @property
     def is_untraceable(self) -> bool:
@@ -54,22 +66,23 @@ class Failure:
         return places_of(self.error)
 
     @cached_property
+    def _of_call(self) -> list[Path]:
+        call = self.watch.failed
+        return [path for tensor in call.tensors() for path in origin(tensor)] if call is not None else []
+
+    @cached_property
     def paths(self) -> tuple[Path, ...]:
         """The arguments that the failure may be about, the surest first; all of them if nothing is known."""
-        call = self.watch.failed
-        of_call = [path for tensor in call.tensors() for path in origin(tensor)] if call is not None else []
         of_places = [path for place in reversed(self.places) for path in place.paths()]
         every = [path for path, _ in self.state.leaves()]
-        candidates = [path for path in (*of_call, *of_places, *self.watch.last, *every) if path in every]
+        candidates = [path for path in (*self._of_call, *of_places, *self.watch.last, *every) if path in every]
         return tuple(dict.fromkeys(candidates))
 
     @cached_property
     def blamed(self) -> tuple[Path, ...]:
         """The arguments that went into the call or the expression that failed."""
-        call = self.watch.failed
-        of_call = [path for tensor in call.tensors() for path in origin(tensor)] if call is not None else []
         of_place = self.places[-1].paths() if self.places else ()
-        return tuple(dict.fromkeys(path for path in (*of_call, *of_place) if self.state.at(path) is not None))
+        return tuple(dict.fromkeys(path for path in (*self._of_call, *of_place) if self.state.at(path) is not None))
 
     @property
     def first_line(self) -> str:
@@ -211,12 +224,3 @@ def empty_rest(places: list[Place]) -> list[str]:
     codes = [(place.frame.f_code, place) for place in places if place.frame.f_code.co_flags & inspect.CO_VARARGS]
     names = [(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], place) for code, place in codes]
     return [name for name, place in names if place.value(name) == ()]
-
-
-def is_nothing(value: Any) -> bool:
-    """Return whether a value is the default of an optional argument: None, or an empty tuple."""
-    return value is None or isinstance(value, tuple) and not value
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and not isinstance(value, torch.SymInt)

@@ -18,7 +18,7 @@ from math import isqrt, prod
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, of_nodes, usual
+from autoplan.capture.feeding.arguments import field_of, of_items, of_nodes, usual
 from autoplan.capture.feeding.conditions import keys_asked_for, value_of
 from autoplan.capture.feeding.failure import Failure, Place
 from autoplan.capture.feeding.names import usual_names
@@ -65,11 +65,9 @@ _SMALL = re.compile(
 )
 
 
-def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+def told_by_message(failure: Failure) -> Iterator[State]:
     """Yield other states, the most specific first."""
-    yield from _rank(failure, model)
-    yield from _pattern(failure, model)
-    for derived in (_masks, _plain_number, _dtype, _range, _sizes, _larger):
+    for derived in (_rank, _pattern, _masks, _plain_number, _dtype, _range, _sizes, _larger):
         yield from derived(failure)
 
 
@@ -104,7 +102,7 @@ def unpacked(failure: Failure) -> tuple[int, int | None] | None:
     return (int(match[1]), int(match[2]) if match[2] else None) if match else None
 
 
-def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+def _rank(failure: Failure) -> Iterator[State]:
     """Yield states with other ranks: from an unpacking, a dim that does not exist, or a number in the message."""
     text, state = failure.text, failure.state
     parts = unpacked(failure)
@@ -148,7 +146,7 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         if _TOO_MANY.search(text):
             ranks += [now - 1, now + 1]
         for rank in dict.fromkeys(ranks):
-            yield from of_rank(state, path, rank, _first_channels(model, rank))
+            yield from of_rank(state, path, rank, _first_channels(failure.model, rank))
             yield from of_rank(state, path, rank)
 
 
@@ -158,7 +156,7 @@ def _first_channels(model: torch.nn.Module, rank: int) -> int:
     return next((m.in_channels for m in layers if isinstance(m.in_channels, int)), 0)
 
 
-def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+def _pattern(failure: Failure) -> Iterator[State]:
     """Yield states that fit an einops pattern: the sizes that it divides, and the number of dims that it names."""
     text, state = failure.text, failure.state
     pattern = re.search(r'pattern "([^"]+?)->', text)
@@ -171,7 +169,7 @@ def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
     if "..." not in groups and len(groups) != len(got):
         for path, leaf in state.among(failure.paths[:3]):
             rank = len(leaf.shape) + len(groups) - len(got)
-            yield from of_rank(state, path, rank, _first_channels(model, rank))
+            yield from of_rank(state, path, rank, _first_channels(failure.model, rank))
             yield from of_rank(state, path, rank)
         return
     for group, have in zip(groups, got, strict=False):
@@ -307,11 +305,11 @@ def _larger(failure: Failure) -> Iterator[State]:
 _FEW = 6
 
 
-def keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def keys(failure: Failure) -> Iterator[State]:
     """Yield states with a key that a dict lacks, a dict in place of a tensor, or a list as long as it is unpacked."""
-    dicts = [path for path, _ in failure.state.holding("dict")]
+    dicts, model = [path for path, _ in failure.state.holding("dict")], failure.model
     if isinstance(failure.error, KeyError) and failure.error.args:
-        yield from _missing(failure, arguments, model, failure.error.args[0], dicts)
+        yield from _missing(failure, failure.error.args[0], dicts)
     for place in reversed(failure.places[-2:]):
         for path in dicts:
             yield from _asked(failure.state, path, keys_asked_for(place), model)
@@ -326,10 +324,8 @@ def keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
                 yield failure.state.with_want((*path, "x"), want)
 
 
-def _missing(
-    failure: Failure, arguments: Arguments, model: torch.nn.Module, key: object, held: list[Path]
-) -> Iterator[State]:
-    state = failure.state
+def _missing(failure: Failure, key: object, held: list[Path]) -> Iterator[State]:
+    state, arguments, model = failure.state, failure.arguments, failure.model
     if not isinstance(key, str | int):
         yield from _from_table(failure, key)
         return

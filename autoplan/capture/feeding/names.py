@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +18,7 @@ from typing import Any, cast, get_args
 from torch import nn
 
 from autoplan.capture.feeding.wants import SIZES, Kind, Want
+from autoplan.common.code.code_place import nodes_of
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.decode import misshapen
 from autoplan.common.files.plain import NotPlain, read_plain
@@ -136,11 +136,7 @@ def _own(target: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _calls_with(function: Callable[..., Any], rest: str) -> Iterator[ast.Call]:
     """Yield calls that receive all of `**rest`."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
-        return
-    for node in ast.walk(tree):
+    for node in nodes_of(function):
         if isinstance(node, ast.Call) and any(
             keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == rest
             for keyword in node.keywords

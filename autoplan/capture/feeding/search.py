@@ -84,13 +84,13 @@ class _Next:
 class Search:
     """The tries of one model."""
 
-    model: nn.Module
     arguments: Arguments
     seed: int
     most: int = MOST_TRIES
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.model = self.arguments.model
         self.began = time.process_time()
         self.dtype = working_dtype(self.model)
         self.real = sum(p.numel() for p in self.model.parameters()) <= SMALL
@@ -221,8 +221,8 @@ class Search:
 
     def _proposed(self, failure: Failure) -> Iterator[tuple[int, State, str]]:
         for first, most, proposals in (
-            (0, _MOST_TOLD, told(failure, self.arguments, self.model)),
-            (_USUAL_AT, _MOST_USUAL, usually(failure, self.arguments, self.model)),
+            (0, _MOST_TOLD, told(failure)),
+            (_USUAL_AT, _MOST_USUAL, usually(failure)),
         ):
             new = (pair for pair in proposals if pair[0] not in self.seen and pair[0].elements() <= _MOST_ELEMENTS)
             for late, (state, why) in enumerate(itertools.islice(new, most), first):
@@ -234,7 +234,7 @@ class Search:
     def _better(self, step: Step) -> State:
         step = self._all_rows(self._without_idle(step))
         weights = {name: p.numel() for name, p in self.model.named_parameters()}
-        optional = self.arguments.left_out(step.state, self.model)
+        optional = self.arguments.left_out(step.state)
         for path, parameter in (*optional, *(((), None),) * MOST_PARTS):
             unread = sum(size for name, size in weights.items() if name not in step.read)
             if unread <= _WORTH * sum(weights.values()) or not self._in_time():
@@ -242,7 +242,7 @@ class Search:
             if parameter is None:  # lists may go on longer
                 states = (state for state in longer(step.state) if state not in self.seen)
             else:
-                states = (step.state.with_want(path, want) for want in self.arguments.usual(parameter, self.model))
+                states = (step.state.with_want(path, want) for want in self.arguments.usual(parameter))
             step = self._with_more(step, states, unread, weights)
         return step.state
 
@@ -273,7 +273,7 @@ class Search:
             for parameter in self.arguments.losses:
                 switch, name = parameter.default is False, parameter.name
                 alike = (want for _, want in state.leaves() if want.kind == "ids")
-                usual = (*alike, *self.arguments.usual(parameter, self.model))
+                usual = (*alike, *self.arguments.usual(parameter))
                 wants = [Want("value", value=True)] if switch else list(dict.fromkeys(usual))[:_TARGETS]
                 for want in wants if not state.holds(name) else ():
                     call = state.with_want((name,), want)
@@ -293,7 +293,7 @@ class Search:
         call, sizes = state, [one.named for one in (state, other) if one is not None]
         with untouched_randomness(self.seed), quiet():
             for parameter in self.arguments.optional if state.wants else ():
-                wants = list(itertools.islice(self.arguments.usual(parameter, self.model), _MOST_MASKS))
+                wants = list(itertools.islice(self.arguments.usual(parameter), _MOST_MASKS))
                 if wants[0].kind in ("bool", "nowhere") and not state.holds(parameter.name):
                     masked = (call.with_want((parameter.name,), want) for want in wants if want.is_tensor)
                     run = (m for m in masked if not any(self._try(replace(m, named=n), "").failed for n in sizes))
@@ -338,7 +338,7 @@ class Search:
             error = self._error(state, watch)
         if isinstance(error, Exception) and not self.real and depends_on_data(error):
             error = None  # shapes alone show no failure
-        failure = self._failure = None if error is None else Failure(state, error, watch)
+        failure = self._failure = None if error is None else Failure(state, error, watch, self.arguments)
         self.untraceable = failure is not None and failure.is_untraceable
         place = failure.places[-1] if failure is not None and failure.places else None
         step = Step(

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from autoplan.capture.feeding.arguments import FLAT, Arguments, of_nodes
+from autoplan.capture.feeding.arguments import FLAT, of_nodes
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.messages import index_outside, sizes_differ, unpacked
 from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
-from autoplan.capture.feeding.watch import Demand, FailedCall, demand_of, is_direct, origin
+from autoplan.capture.feeding.watch import Demand, FailedCall, is_direct, origin
 from autoplan.ops import call_record
 from autoplan.ops.indexing import takes_bags, takes_targets
 from autoplan.ops.pieces import joins
@@ -32,7 +32,7 @@ _TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "lengt
 _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
 
 
-def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def iterated(failure: Failure) -> Iterator[State]:
     """Yield a state in which all arguments that are iterated over are lists, since they are iterated together; first
     one in which an argument whose rows index others, `i, j = edges`, holds edges of a graph."""
     state = failure.state
@@ -51,7 +51,7 @@ def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
         yield state
 
 
-def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def as_many(failure: Failure) -> Iterator[State]:
     """Yield states whose lists (levels of a pyramid) are as long as a failed operation, an unpacking or an index needs;
     all equally long."""
     state, call = failure.state, failure.watch.failed
@@ -60,12 +60,12 @@ def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
     pairs = [pair for a, b in itertools.permutations(shapes, 2) for pair in zip(reversed(a), reversed(b), strict=False)]
     pairs += [(have, have + 1) for have in lengths if isinstance(failure.error, IndexError)]
     pairs += [(have, needed[0]) for have in lengths if (needed := unpacked(failure))]
-    demand = demand_of(call) if call is not None and lengths else None  # of what is joined from the items
+    demand = failure.demand if lengths else None  # of what is joined from the items
     tensor: Any = demand.tensor if demand is not None else None
-    for dim, size in demand.sizes if demand is not None and isinstance(tensor, torch.Tensor) else ():
+    for dim, size in demand.sizes if demand is not None else ():
         if -tensor.dim() <= dim < tensor.dim() and (have := tensor.shape[dim]):
             pairs += [(length, size * length // have) for length in lengths if size * length % have == 0]
-    modules = {len(own) for own in model.modules() if isinstance(own, torch.nn.ModuleList)}
+    modules = {len(own) for own in failure.model.modules() if isinstance(own, torch.nn.ModuleList)}
     pairs += [(have, count) for have in lengths for count in sorted(modules - lengths)]  # iterated beside modules
     for path, leaf in state.among(failure.blamed if (index_outside(failure) or (1,))[0] == 0 else ()):
         if leaf.is_tensor and leaf.shape[:1] == (BATCH,) and len(leaf.shape) > 1:  # a row for each of them
@@ -107,7 +107,7 @@ def joined(state: State, demand: Demand) -> Iterator[State]:
             yield from resized(state, paths, tensor.shape[dim], size)
 
 
-def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def fitting(failure: Failure) -> Iterator[State]:
     """Yield states in which an addend gets the other's shape, targets one number per id, and offsets are ordered."""
     call = failure.watch.failed
     if call is None:
@@ -185,7 +185,7 @@ def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[S
 # they were passed as sequences, that dim is the length.
 
 
-def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def concatenated(failure: Failure) -> Iterator[State]:
     """Yield states for a failed concatenation or stack: the odd part changes first, arguments before computed parts."""
     call = failure.watch.failed
     if call is None or not joins(call.name) or not isinstance(call.get(0, "tensors"), list | tuple):
@@ -202,7 +202,7 @@ def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module)
         vectors += _changed(state, [path for path, leaf in state.leaves() if len(leaf.shape) > 2], -1)
     others = [leaf.shape for path, leaf in state.leaves() if path not in failure.blamed]
     among = any(shape[:-1] == (BATCH,) and shape[-1] != "length" for shape in others)
-    if among or _takes(model, sum(part.shape[-1] for part in parts)):
+    if among or _takes(failure.model, sum(part.shape[-1] for part in parts)):
         yield from vectors
     parts.sort(key=lambda part: (ranks.count(part.dim()), not is_direct(part)))
     for part, other in itertools.permutations(parts, 2):
@@ -219,12 +219,11 @@ def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module)
     yield from vectors
 
 
-def one_each(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def one_each(failure: Failure) -> Iterator[State]:
     """Yield states with one id in place of a sequence of ids: a layer got too much by some rows of one length, or too
     little by the number of lookups."""
-    call = failure.watch.failed
-    demand = demand_of(call) if call is not None else None
-    if demand is None or not isinstance(demand.tensor, torch.Tensor):
+    demand = failure.demand
+    if demand is None:
         return
     state, tensor = failure.state, demand.tensor
     leaves = {path: leaf for path in origin(tensor) if (leaf := state.at(path)) is not None}

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
+from autoplan.capture.feeding.arguments import field_of, of_items
 from autoplan.capture.feeding.conditions import asked_by_condition, exact
 from autoplan.capture.feeding.failure import Failure, empty_rest, none_names
 from autoplan.capture.feeding.messages import (
@@ -37,7 +37,7 @@ from autoplan.capture.feeding.together import (
     one_each,
 )
 from autoplan.capture.feeding.wants import Path, State, Want
-from autoplan.capture.feeding.watch import Demand, demand_of, is_direct, origin
+from autoplan.capture.feeding.watch import Demand, is_direct, origin
 from autoplan.common.nested import is_record
 
 Proposal = tuple[State, str]
@@ -45,7 +45,7 @@ _OF_DICTS = ("items", "keys", "values", "get")
 _FEW = 6
 
 
-def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
+def told(failure: Failure) -> Iterator[Proposal]:
     """Yield what the failure suggests, the most specific first."""
     first = (
         _exact,
@@ -61,16 +61,16 @@ def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iter
         _parted,
         _by_position,
     )
-    for propose in (*first, _condition, _none, keys, _left_out, _message, _alike):
+    for propose in (*first, _condition, _none, keys, _left_out, told_by_message, _alike):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
-        for state in propose(failure, arguments, model):
+        for state in propose(failure):
             together = state.with_alike_items(failure.state)
             if together != state:
                 yield together, why
             yield state, why
 
 
-def _exact(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _exact(failure: Failure) -> Iterator[State]:
     dim, index, size = index_outside(failure) or (0, -1, 0)
     for path, leaf in failure.state.among(failure.blamed) if dim > 0 <= index else ():
         if leaf.sizes(failure.state.sizes)[dim : dim + 1] == (size,):  # just long enough for this number
@@ -79,11 +79,10 @@ def _exact(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
     yield from exact(failure)
 
 
-def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _consumer(failure: Failure) -> Iterator[State]:
     """Yield states in which an argument fits the failed operation's weight."""
-    call = failure.watch.failed
-    demand = demand_of(call) if call is not None else None
-    if demand is None or not isinstance(demand.tensor, torch.Tensor):
+    demand = failure.demand
+    if demand is None:
         return
     state, tensor = failure.state, demand.tensor
     yield from itertools.islice(joined(state, demand), _FEW)
@@ -98,27 +97,24 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
             yield from floating
 
 
-def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _other(failure: Failure) -> Iterator[State]:
     """Yield states with an optional argument, where a layer got what other layers computed and it does not fit."""
-    call = failure.watch.failed
-    demand = demand_of(call) if call is not None else None
-    if demand is None or not isinstance(demand.tensor, torch.Tensor) or is_direct(demand.tensor):
-        return
-    for parameter in arguments.optional[:4]:
+    demand = failure.demand
+    for parameter in failure.arguments.optional[:4] if demand is not None and not is_direct(demand.tensor) else ():
         if not failure.state.holds(parameter.name):
-            for want in arguments.usual(parameter, model):
+            for want in failure.arguments.usual(parameter):
                 if want.is_tensor:
                     yield failure.state.with_want((parameter.name,), want)
                     break
 
 
-def _too_small(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _too_small(failure: Failure) -> Iterator[State]:
     """Yield states with larger sizes, if the message says that one is too small."""
     if too_small(failure):
         yield from larger(failure.state, failure.paths)
 
 
-def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _of_fewer_dims(failure: Failure) -> Iterator[State]:
     """Yield states for an addend with too few dims: it has as many as the other, say a time for each state."""
     call = failure.watch.failed
     operands = list(call.tensors()) if call is not None and sizes_differ(failure) else []
@@ -169,7 +165,7 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
             yield from of_rank(state, path, rank, channels)
 
 
-def _condition(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _condition(failure: Failure) -> Iterator[State]:
     for place in reversed(failure.places[-3:]):
         yield from asked_by_condition(place, failure.state)
         test = place.condition()
@@ -177,38 +173,38 @@ def _condition(failure: Failure, arguments: Arguments, model: torch.nn.Module) -
             continue
         for name in [n.id for n in ast.walk(test) if isinstance(n, ast.Name)]:
             if name in place.frame.f_locals and place.value(name) is None:
-                yield from _given(failure, arguments, model, name)
+                yield from _given(failure, name)
         return
 
 
-def _none(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _none(failure: Failure) -> Iterator[State]:
     """Yield states with a value for what is None: the argument of that name, or one that may have become it."""
     if not lacks_a_value(failure):
         return
     names = [name for place in reversed(failure.places) for name in none_names(place)]
     names += [word for place in failure.places[-1:] for word in re.findall(r"\w+", place.text)]
     for name in dict.fromkeys(names):
-        yield from _given(failure, arguments, model, name)
-    yield from _fields(failure, set(names), model)
-    for parameter in arguments.optional:
-        yield from _given(failure, arguments, model, parameter.name, most=2)
+        yield from _given(failure, name)
+    yield from _fields(failure, set(names))
+    for parameter in failure.arguments.optional:
+        yield from _given(failure, parameter.name, most=2)
 
 
-def _fields(failure: Failure, names: set[str], model: torch.nn.Module) -> Iterator[State]:
+def _fields(failure: Failure, names: set[str]) -> Iterator[State]:
     """Yield states with optional fields of a record that the failed line names."""
     words = {word for place in failure.places[-2:] for word in re.findall(r"\w+", place.text)} | names
     for name, want in failure.state.wants:
         if want.kind == "record" and want.value is not None:
             for entry in dataclasses.fields(want.value):
                 if entry.name in words and entry.name not in dict(want.items):
-                    yield _with_item(failure, (name,), entry.name, want, model)
+                    yield _with_item(failure, (name,), entry.name, want)
 
 
-def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name: str, most: int = 6) -> Iterator[State]:
-    parameter = arguments.find(name)
+def _given(failure: Failure, name: str, most: int = 6) -> Iterator[State]:
+    parameter = failure.arguments.find(name)
     if parameter is None:
         return
-    for place, want in enumerate(arguments.usual(parameter, model)):
+    for place, want in enumerate(failure.arguments.usual(parameter)):
         if place >= most:
             return
         now = dict(failure.state.wants).get(parameter.name)
@@ -216,15 +212,15 @@ def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name:
             yield failure.state.with_want((parameter.name,), want)
 
 
-def _by_position(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _by_position(failure: Failure) -> Iterator[State]:
     """Yield a state whose arguments are passed by position, for a wrapper that reads `args[0]`."""
     for rest in empty_rest(failure.places[-1:]) if isinstance(failure.error, IndexError) else ():
-        if arguments.find(rest) is None:
+        if failure.arguments.find(rest) is None:
             items = tuple(enumerate(want for _, want in failure.state.wants))
             yield replace(failure.state, wants=((f"*{rest}", Want("list", value=tuple, items=items)),))
 
 
-def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _parted(failure: Failure) -> Iterator[State]:
     """Yield states for `a, b, c = batch`, a sequence of what the names say, and for `batch.x`, a record with an x."""
     for place in failure.places[-1:]:
         statement = place.statement()
@@ -233,7 +229,7 @@ def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
         targets = statement.targets[0]
         if isinstance(targets, ast.Tuple | ast.List) and not any(isinstance(n, ast.Starred) for n in targets.elts):
             names = [re.sub(r"\W+", "_", ast.unparse(element)).strip("_") for element in targets.elts]
-            items = of_items("dict", {name: field_of(None, name or "x") for name in names}, model).items
+            items = of_items("dict", {name: field_of(None, name or "x") for name in names}, failure.model).items
             for path in _held(failure, place.value(statement.value.id), statement.value.id):
                 want = Want("list", items=tuple((at, want) for at, (_, want) in enumerate(items)))
                 yield failure.state.with_want(path, want)
@@ -244,16 +240,16 @@ def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
             if name in _OF_DICTS:
                 yield failure.state.with_want(path, Want("dict"))
             elif record is not None and record.kind == "record":
-                yield _with_item(failure, path, name, record, model)
+                yield _with_item(failure, path, name, record)
             elif isinstance(failure.error.obj, torch.Tensor | list):
-                yield failure.state.with_want(path, of_items("record", {name: field_of(None, name)}, model))
+                yield failure.state.with_want(path, of_items("record", {name: field_of(None, name)}, failure.model))
 
 
-def _with_item(failure: Failure, path: Path, name: str, held: Want, model: torch.nn.Module) -> State:
+def _with_item(failure: Failure, path: Path, name: str, held: Want) -> State:
     """Return the state with one more item of a record. The other items are derived again if edges bring in nodes."""
     current = {key: want for key, want in held.items if isinstance(key, str)}
     fields = {key: field_of(held.value, key) for key in (*current, name)}
-    record = of_items("record", fields, model, held.value)
+    record = of_items("record", fields, failure.model, held.value)
     if dict(record.items).keys() == current.keys():
         return failure.state
     unchanged = {} if "nodes" in str(record) and "nodes" not in str(held) else current
@@ -272,7 +268,7 @@ def _held(failure: Failure, value: object, name: str) -> Iterator[Path]:
         yield from ((key,) for key, want in wants.items() if want.kind in ("record", "list"))
 
 
-def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _alike(failure: Failure) -> Iterator[State]:
     """Yield states in which an argument equals one with a similar name: x_enc and x_dec, hidden_h and hidden_c."""
     leaves = dict(failure.state.leaves())
     for path in failure.paths[:3]:
@@ -283,25 +279,22 @@ def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
                 yield failure.state.with_want(path, leaves[other])
 
 
-def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+def _left_out(failure: Failure) -> Iterator[State]:
     """Yield states with values for optional arguments that are None and named in the running lines."""
     names = [name for place in reversed(failure.places) for name in none_names(place)]
     for name in dict.fromkeys([*names, *empty_rest(failure.places)]):
-        yield from _given(failure, arguments, model, name, most=3)
+        yield from _given(failure, name, most=3)
 
 
-def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    yield from told_by_message(failure, model)
-
-
-def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
+def usually(failure: Failure) -> Iterator[Proposal]:
     """Yield what such arguments usually are: the blamed ones, the others, then optional ones that the message names."""
+    arguments = failure.arguments
     for rank in (3, 2):
         yield from ((state, "vectors or sequences of them") for state in of_vectors(failure.state, rank))
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
     names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
     parameters = [arguments.find(name) or field_of(None, name) for name in names]
-    usual_of = [arguments.usual(parameter, model, parameter in arguments.required[:1]) for parameter in parameters]
+    usual_of = [arguments.usual(parameter, parameter in arguments.required[:1]) for parameter in parameters]
     for together in itertools.zip_longest(*usual_of):  # the likeliest of each, then the next
         for number, (parameter, want) in enumerate(zip(parameters, together, strict=True)):
             if want is not None and want != dict(failure.state.wants).get(parameter.name):
@@ -309,6 +302,6 @@ def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> I
                 yield failure.state.with_want((parameter.name,), want), why
     for parameter in arguments.optional:
         if not failure.state.holds(parameter.name) and is_named(failure, parameter.name):
-            for want in list(arguments.usual(parameter, model))[:3]:
+            for want in list(arguments.usual(parameter))[:3]:
                 yield failure.state.with_want((parameter.name,), want), "the message names it"
     yield from ((state, "larger") for state in larger(failure.state, failure.paths))

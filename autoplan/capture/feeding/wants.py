@@ -296,3 +296,12 @@ def grown(name: str, size: int, large: bool) -> tuple[int, int]:
     if name == BATCH:
         return size + 1, size + 1
     return size + 2 | 1, 2 * size
+
+
+def is_nothing(value: Any) -> bool:
+    """Return whether a value is the default of an optional argument: None, or an empty tuple."""
+    return value is None or isinstance(value, tuple) and not value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and not isinstance(value, torch.SymInt)

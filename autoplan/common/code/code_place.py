@@ -7,6 +7,7 @@ twelve of `forward`. Counting calls would not do: runs with a cache, a mask or m
 
 from __future__ import annotations
 
+import ast
 import dis
 import hashlib
 import inspect
@@ -16,6 +17,7 @@ import sysconfig
 import textwrap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
@@ -143,6 +145,12 @@ def source_of(function: FunctionType) -> str | None:
     """Return a function's source; None if there is none."""
     code = inspect.unwrap(function).__code__
     return _source(code, code.co_filename)
+
+
+def nodes_of(function: Any) -> Iterator[ast.AST]:
+    """Yield all parts of the code of a function; none if it has no source (made at run time, or by decorators)."""
+    with suppress(OSError, TypeError, SyntaxError, ValueError):
+        yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
 
 
 @cache

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.infer import Shards
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.splits.experts import Experts, solve_experts
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, as_over_both, packed_layouts, stay_whole
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.options import Wish
-from autoplan.common.patterns import fold_names, matches, starred
+from autoplan.common.patterns import fold_names, grouped, matches, starred
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.planner import make_plan
 from autoplan.decide.rulebook.read import rule_named
@@ -40,7 +40,7 @@ from autoplan.values import (
     Trace,
 )
 from autoplan.values.quantised import PackedWeight
-from autoplan.values.reasons import DifferedOnRanks, InsideQuantisedBlock, MadeAnewInTraining, Reason
+from autoplan.values.reasons import DifferedOnRanks, InsideQuantisedBlock, MadeAnewInTraining
 
 # Quantised weights: a stored tensor is sharded like the weight that it stands for, in blocks. If a size would split a
 # block, the weight is replicated with all that shares its axis, and a finding lists the ways out with their bytes.
@@ -116,9 +116,7 @@ def _laid(weight: PackedWeight, fact: ParameterFact | None, tp: int) -> PackedWe
 
 def _folded(weights: tuple[PackedWeight, ...], names: Names) -> Iterator[PackedWeight]:
     """Yield one weight for all that are stored and sharded alike, by pattern."""
-    groups: dict[PackedWeight, list[str]] = {}
-    for weight in weights:
-        groups.setdefault(replace(weight, name=""), []).append(weight.name)
+    groups = grouped((replace(weight, name=""), weight.name) for weight in weights)
     for weight, members in groups.items():
         for pattern in fold_names(members, names.parameters):
             yield replace(weight, name=pattern)
@@ -192,9 +190,7 @@ def _packed_findings(solution: Solution, packed: tuple[PackedWeight, ...], names
     stored = "; ".join(f"{count} weights as {title}" for title, count in schemes.items())
     yield Finding(_PACKED_CHECK, "note", "", f"stored quantised: {stored}")
     cut = {name for fact in solution.parameters if fact.dim is not None for name in fact.names}
-    alike: dict[InsideQuantisedBlock, list[ClassFact]] = {}
-    for fact, why in _parted(solution):
-        alike.setdefault(why, []).append(fact)
+    alike = grouped((why, fact) for fact, why in _parted(solution))
     for why, facts in alike.items():
         members = (name for fact in facts for name, _ in fact.parameters if starred(name) == why.weight)
         weights = [name for member in members for name in names.expand(member)]
@@ -338,9 +334,7 @@ def expert_findings(plan: Plan, solution: Solution) -> tuple[Finding, ...]:
     """Return findings on experts that are not distributed over ranks although that was requested, with the reasons."""
     names = Names(solution.trace)
     findings = []
-    reasons: dict[Reason, list[str]] = {}
-    for module, why in solution.experts_inside:
-        reasons.setdefault(why.with_paths(starred), []).append(module)
+    reasons = grouped((why.with_paths(starred), module) for module, why in solution.experts_inside)
     for reason, modules in reasons.items():
         for pattern in names.fold(modules):
             findings.append(Finding(_CHECK, "warn", pattern, f"not placed on different ranks: {reason}", _HINT))

@@ -10,7 +10,7 @@ from autoplan.analyse.moved import Excess, block_traffic, both_traffics
 from autoplan.analyse.picture.flow import Flow, Node, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.common.layout import Layout
-from autoplan.common.patterns import is_under
+from autoplan.common.patterns import grouped, is_under
 from autoplan.decide.match import TRANSPARENT
 from autoplan.decide.naming import Naming, Reading
 from autoplan.decide.plan.folding import Names
@@ -71,9 +71,7 @@ def communication(
     for moved in traffics:
         same = replace(moved, block="")
         alike.setdefault(repr(same), (same, []))[1].append(moved.block)
-    blocks_by_excess: dict[str, list[str]] = {}
-    for excess in excesses:
-        blocks_by_excess.setdefault(excess.reason, []).append(excess.block)
+    blocks_by_excess = grouped((excess.reason, excess.block) for excess in excesses)
     traffic = [replace(same, block=pattern) for same, members in alike.values() for pattern in names.fold(members)]
     notes = [
         Finding("communication", "note", pattern, reason)

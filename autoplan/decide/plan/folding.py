@@ -9,7 +9,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
 
-from autoplan.common.patterns import Universe, fold_counted, fold_names, is_under, matches, starred
+from autoplan.common.patterns import Universe, fold_counted, fold_names, grouped, is_under, matches, starred
 from autoplan.values import (
     Boundary,
     CallRewrite,
@@ -69,9 +69,7 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 
 def _followers(fold: Fold) -> tuple[str, dict[str, list[str]]]:
     """Return the prefix of a fold's blocks, and the blocks that each representative stands for."""
-    followers: dict[str, list[str]] = {}
-    for member, stands_in in fold.members:
-        followers.setdefault(stands_in, []).append(member)
+    followers = grouped((stands_in, member) for member, stands_in in fold.members)
     return (f"{fold.container}." if fold.container else ""), followers
 
 
@@ -252,9 +250,7 @@ def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
 
 def _folded(steps: list[str]) -> tuple[tuple[str, ...], list[int]]:
     """Merge many alike steps (experts) into one, where the first of them runs; return each step's pattern index."""
-    groups: dict[str, list[str]] = {}
-    for step in steps:
-        groups.setdefault(starred(step), []).append(step)
+    groups = grouped((starred(step), step) for step in steps)
     many = {step: members for members in groups.values() if len(members) > _FEW for step in members}
     folded = {step: fold_names(many[step], steps) if step in many else (step,) for step in steps}
     patterns = tuple(dict.fromkeys(pattern for step in steps for pattern in folded[step]))

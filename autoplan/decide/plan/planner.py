@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, obstacles
 from autoplan.analyse.solve import Solution
-from autoplan.common.patterns import matches, starred
+from autoplan.common.patterns import grouped, matches, starred
 from autoplan.decide.match import MOST_STEPS, Matching, match_rules
 from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts, with_units
 from autoplan.decide.plan.entries import Costs, communication, reason_text, style_of, units_text
@@ -226,9 +226,7 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
 
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:
     """Yield notes on what was refused, and warnings where rules and facts disagree (facts win)."""
-    like: dict[Reason, list[Reason]] = {}
-    for refusal in solution.refusals:
-        like.setdefault(refusal.with_paths(starred), []).append(refusal)
+    like = grouped((refusal.with_paths(starred), refusal) for refusal in solution.refusals)
     for once, refusals in like.items():
         yield Finding("refused", "note", "", str(refusals[0] if len(refusals) == 1 else once))
     for note in solution.trace.notes:

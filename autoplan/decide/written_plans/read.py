@@ -35,7 +35,6 @@ from autoplan.values import Plan
 from autoplan.values.module_tree import NamedModules
 
 PlanSource = str | Path | Mapping[str, Any] | Plan
-SOURCES = ("auto", "inferred", "handwritten", "hf")
 _NEXT = "source='auto' (hand-written, else inferred), 'inferred', 'hf', a plan file, a plan id, a dotted path or a dict"
 
 

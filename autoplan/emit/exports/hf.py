@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
-from autoplan.common.patterns import matches, starred
+from autoplan.common.patterns import grouped, matches, starred
 from autoplan.decide.rulebook.read import exported_as
 from autoplan.emit.exports.expressible import (
     HEADS,
@@ -89,9 +89,7 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
 
 def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]:
     """Merge parts that transformers cannot distinguish, since its keys have no layer numbers."""
-    groups: dict[str, list[Part]] = {}
-    for part in parts:
-        groups.setdefault(starred(part.container), []).append(part)
+    groups = grouped((starred(part.container), part) for part in parts)
     for container, several in groups.items():
         entries = tuple(entry for part in several for entry in part.entries)
         kinds = {part.kind for part in several}

@@ -22,6 +22,7 @@ from typing import Any
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import write_whole
 from autoplan.common.options import check_argument
+from autoplan.common.patterns import grouped
 from autoplan.common.templates import template
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
@@ -102,9 +103,7 @@ class WhatIf:
 
 def cases(contents: Mapping[int, Safe], numbers: Sequence[int], own: int) -> Safe:
     """Return `contents` by case; a case without its own shows that of `own`."""
-    alike: dict[Safe, list[int]] = {}
-    for number in numbers:
-        alike.setdefault(contents.get(number, contents[own]), []).append(number)
+    alike = grouped((contents.get(number, contents[own]), number) for number in numbers)
     if len(alike) < 2:
         return contents[own]
     return join([el("div", content, class_=" ".join(["case", *(f"case-{n}" for n in which)]))

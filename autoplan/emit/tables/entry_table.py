@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.common.patterns import grouped
 from autoplan.values import Cost, Entry, Traffic
 
 _GAP = 2
@@ -116,9 +117,7 @@ TRAFFIC_COLUMNS = ("block", "forward", "backward", "least forward", "least backw
 
 def equal_blocks(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """Return the first of the blocks that move the same, named with their number."""
-    alike: dict[str, list[Traffic]] = {}
-    for block in traffic:
-        alike.setdefault(repr(replace(block, block="")), []).append(block)
+    alike = grouped((repr(replace(block, block="")), block) for block in traffic)
     first = ((ones[0], f" and {len(ones) - 1} equal blocks" if len(ones) > 1 else "") for ones in alike.values())
     return tuple(replace(block, block=f"{block.block}{more}") for block, more in first)
 

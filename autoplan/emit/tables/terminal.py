@@ -5,7 +5,7 @@ are printed as in the rule files.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from io import StringIO
 from typing import Any
@@ -250,13 +250,9 @@ def rules_view(rules: Iterable[Rule]) -> RenderableType:
 def rule_view(rule: Rule) -> RenderableType:
     """Return all of a rule's document."""
     parts: list[RenderableType] = [Text.assemble((rule.id, "bold cyan"), f" · {rule.summary}")]
-    parts += _section("Why", Text(rule.why))
-    parts += _section("Limits", Text(rule.limits))
-    if rule.match:
-        lines = map(str.strip, rule.match.flow.strip().splitlines())
-        parts += _section("Recognises", Text("\n".join(lines)))
-        if rule.match.where:
-            parts += _section("Where", Text("\n".join(rule.match.where)))
+    flow, where = (rule.match.flow, rule.match.where) if rule.match else ("", ())
+    recognised = "\n".join(map(str.strip, flow.strip().splitlines()))
+    parts += _sections({"Why": rule.why, "Limits": rule.limits, "Recognises": recognised, "Where": "\n".join(where)})
     if rule.yields:
         table = _columns()
         under_sequence_parallel = dict(rule.sequence_parallel)
@@ -265,18 +261,13 @@ def rule_view(rule: Rule) -> RenderableType:
             if name in under_sequence_parallel:
                 text += f" ({under_sequence_parallel[name]} under sequence parallel)"
             table.add_row(Text(name), Text(rule.role(name)), Text(text))
-        parts += _section("Chooses", table)
-    if rule.beats:
-        parts += _section("Beats", Text(", ".join(rule.beats)))
-    if rule.seen_in:
-        parts += _section("Seen in", Text(", ".join(rule.seen_in)))
-    if rule.unseen:
-        parts += _section("Unseen", Text(rule.unseen))
+        parts += _sections({"Chooses": table})
+    parts += _sections({"Beats": ", ".join(rule.beats), "Seen in": ", ".join(rule.seen_in), "Unseen": rule.unseen})
     for example in rule.examples:
         picture = "\n".join(line.strip() for line in example.graph.strip().splitlines())
         outcome = ", ".join(f"{box}: {' or '.join(styles)}" for box, styles in example.expect)
         outcome = outcome or "refused" + (f": {example.because}" if example.because else "")
-        parts += _section(f"Example: {example.name}", Text(f"{picture}\n→ at tp {example.tp}, {outcome}"))
+        parts += _sections({f"Example: {example.name}": f"{picture}\n→ at tp {example.tp}, {outcome}"})
     return Group(*parts)
 
 
@@ -295,5 +286,8 @@ def _columns() -> Table:
     return Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _section(title: str, body: RenderableType) -> tuple[RenderableType, RenderableType]:
-    return heading(title), Padding(body, (0, 0, 0, 2))
+def _sections(bodies: Mapping[str, str | Table]) -> Iterator[RenderableType]:
+    """Yield the bodies that are not empty, each under its title."""
+    for title, body in bodies.items():
+        if body:
+            yield from (heading(title), Padding(Text(body) if isinstance(body, str) else body, (0, 0, 0, 2)))

@@ -41,7 +41,6 @@ _ABSENT = object()
 _OUTSIDE = frozenset({"datetime", "os", "posix", "secrets", "socket", "time", "uuid"})  # the environment or a clock
 _STREAMS = (Iterator, ContextVar, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _OF_MODULES = frozenset(vars(nn.Module()))
-_CONTAINERS = (list, tuple, dict, deque, set, frozenset, bytearray, numpy.ndarray, numpy.generic)
 
 Key = tuple[Any, ...]
 

@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-import autoplan.execute.hooks.carried_out  # noqa: F401 - registers the executors
+# These files register one executor for each class of instruction.
+import autoplan.execute.calls.reductions
+import autoplan.execute.hooks.boundaries
+import autoplan.execute.hooks.halo
+import autoplan.execute.hooks.sequence
+import autoplan.execute.vocabulary.leaving  # noqa: F401
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import (
     Change,

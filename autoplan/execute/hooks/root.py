@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-import autoplan.execute.hooks.carried_out  # noqa: F401 - registers the executors
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk

@@ -28,11 +28,11 @@ from autoplan.common.torch_internals import own_buffers, own_parameters, transie
 from autoplan.execute import random_streams
 from autoplan.execute.agreement import Alike, Voters, fail_together, meet, voters_of
 from autoplan.execute.collectives import like, mesh_device
-from autoplan.execute.dropout import state_of_the_first
 from autoplan.execute.parameters.buffers import new_adapters, rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, fsdp_placements, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece, renew_units
 from autoplan.execute.quantised.modules import DequantisedFiles, StoredFiles, keep_beside
+from autoplan.execute.random_streams import state_of_the_first
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Make, Matched, Moved, follow, match_keys, refuse_unmatched
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.conventions import CheckpointWriter, conventions
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import check_argument
+from autoplan.common.options import bytes_in, check_argument
+from autoplan.common.patterns import grouped
 from autoplan.common.torch_internals import uncompiled
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model
 from autoplan.execute.parameters.held import held_parameters, plain_name
@@ -191,8 +192,6 @@ def _sync(path: Path) -> None:
 # One tensor, or the few of one conversion, is gathered at a time, on every rank; the first rank converts them and
 # writes a file when it is full. A failure on one rank is known to all before any goes on.
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
 
 def save_weights(
     model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", original_names: bool = True
@@ -247,10 +246,7 @@ def whole_on_writer(value: Any, keep: bool) -> Any:
 def _names(model: nn.Module, names: list[str], writer: CheckpointWriter) -> Iterator[str]:
     """Yield the name of every tensor once: of tied ones, the name that the library reads."""
     owner = {name: id(parameter) for name, parameter, _ in held_parameters(model)}
-    shared: dict[int, list[str]] = {}
-    for name in names:
-        if plain_name(name) in owner:
-            shared.setdefault(owner[plain_name(name)], []).append(name)
+    shared = grouped((owner[plain_name(name)], name) for name in names if plain_name(name) in owner)
     chosen = {next((n for n in group if n not in writer.copies), group[0]) for group in shared.values()}
     for name in names:
         if (plain_name(name) not in owner or name in chosen) and name not in writer.left_out:
@@ -259,9 +255,7 @@ def _names(model: nn.Module, names: list[str], writer: CheckpointWriter) -> Iter
 
 def _bytes(size: int | str) -> int:
     """Return the bytes of a size such as 5000 or "5GB"."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
-    if match is None:
+    limit = size if isinstance(size, int) else bytes_in(size)
+    if limit is None:
         raise AutoplanError(f"max_shard_size={size!r}", hint='pass a number of bytes, or "200MB", "5GB", "2GiB"')
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return limit

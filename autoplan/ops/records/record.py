@@ -100,6 +100,16 @@ class PythonCall:
         return self.product is not None and self.product.of_rows
 
 
+class Decided(TypedDict):
+    """The fields of an op without a default."""
+
+    sizes: Sizes
+    reduces: Reduces
+    linear: Linear
+    random: Random
+    runs: Runs
+
+
 class _OfBoth(TypedDict, total=False):
     shows: Shows
     product: Product | None
@@ -151,6 +161,14 @@ def kept_whole(_: SplitOp) -> None:
 def unknown(_: Site) -> Answer:
     """Return no dims: there is no exact rule, so that no axis the op touches is split."""
     return None
+
+
+# What is decided alike for many ops
+INDEPENDENT: Decided = {
+    "sizes": NO_SIZES, "reduces": nothing, "linear": Linear.NO, "random": NEVER, "runs": as_written}  # fmt: skip
+LINEAR: Decided = {**INDEPENDENT, "linear": Linear.EACH}
+LINEAR_FIRST: Decided = {**INDEPENDENT, "linear": Linear.FIRST}
+UNSPLIT: Decided = {**INDEPENDENT, "reduces": kept_whole}
 
 
 def op(

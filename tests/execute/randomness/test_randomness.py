@@ -19,7 +19,7 @@ import autoplan
 from autoplan.check.ranks.run import count_collectives, run_ranks
 from autoplan.execute import random_streams as streams
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.dropout import SharedRandomness
+from autoplan.execute.random_streams import SharedRandomness
 from autoplan.hf.source import resolve
 
 WIDTH = 16
