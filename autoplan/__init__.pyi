@@ -1,10 +1,4 @@
-from autoplan.api import (
-    fx_graph as fx_graph,
-    hand_over as hand_over,
-    parallelize as parallelize,
-    plan as plan,
-    plan_once as plan_once,
-)
+from autoplan.api import fx_graph as fx_graph, parallelize as parallelize, plan as plan
 from autoplan.check.audit import audit as audit
 from autoplan.check.verify.verify import verify as verify
 from autoplan.common.errors import (
@@ -67,8 +61,10 @@ from autoplan.forecast.choose import Choice as Choice, choose as choose
 from autoplan.forecast.devices import Device as Device
 from autoplan.forecast.dry_run import DryRun as DryRun, dry_run as dry_run
 from autoplan.forecast.estimate import estimate as estimate
+from autoplan.frameworks import hand_over as hand_over
 from autoplan.hf.source import Model as Model
 from autoplan.hf.stacks import layers as layers
+from autoplan.once import plan_once as plan_once
 from autoplan.values import (
     Change as Change,
     Cost as Cost,

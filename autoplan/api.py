@@ -4,56 +4,40 @@
     parallelize:  read_mesh ── plan_for_mesh ── refuse what is wrong ── shard_model
 
 Every step is one call, which is documented where it lives: hf/source.py, decide/written_plans/read.py,
-check/pipeline.py (a trial on simulated ranks, a draft by planning.py, a proof), execute/parallelize.py. `plan_once`
-plans on one rank for all of them; `hand_over` gives a sharded model to a training framework.
+check/pipeline.py (a trial on simulated ranks, a draft by planning.py, a proof), execute/parallelize.py.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.capture.capture import graph_of
 from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.plain import NotPlain, parse_plain
 from autoplan.common.files.rule_files import with_rules
 from autoplan.common.options import TRIAL_SECONDS, Keywords, Options, Wish, check_argument
 from autoplan.common.random_values import plain_surroundings
-from autoplan.common.requirements import check_versions, installed_versions
+from autoplan.common.requirements import check_versions
 from autoplan.common.stages import seldom_collected
-from autoplan.common.torch_internals import uncompiled
-from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.decide.written_plans.read import PlanSource, read_source
-from autoplan.execute.agreement import Alike, Voters, fail_together, meet
-from autoplan.execute.collectives import RankGroup
-from autoplan.execute.data_parallel.gradients import clip_gradients
+from autoplan.execute.agreement import fail_together
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
-from autoplan.execute.fits import model_hash
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.parameters.picked import marked_modules
-from autoplan.execute.tensor_parallel import applied, check_matches, tp_mesh_of
-from autoplan.execute.weights.load import load_weights
-from autoplan.execute.weights.methods import load_optimizer, save_optimizer
-from autoplan.execute.weights.save import save_weights
-from autoplan.hf.hosts import Sharded, accelerator_class, trainer_class
+from autoplan.execute.tensor_parallel import check_matches, tp_mesh_of
 from autoplan.hf.source import Model, resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.plan_cache import keep_plan, kept_plan, place_of
 from autoplan.planning import capture_source
 from autoplan.values import Plan
-from autoplan.version import __version__
 
 
 @plain_surroundings()
@@ -233,122 +217,3 @@ def fx_graph(model: Model, inputs: Mapping[str, Any] | None = None, *, trust_rem
     check_versions()
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     return graph_of(capture_source(source, source.module()).trace)
-
-
-# A plan that one rank makes for all others, which must hold the same model.
-#
-# The problem: a thousand ranks that all plan do the same work a thousand times, and a rank that reads another config,
-# or runs another version, unknowingly makes another plan. So one rank plans; a few bytes of each rank tell whether all
-# of them hold the same model and ask for the same; and the plan is sent as in a plan file, compressed.
-
-_SENT = "the plan of another rank"
-
-
-def plan_once(
-    model: Model, tp_size: int = 1, *, group: dist.ProcessGroup | DeviceMesh | None = None, **wishes: Any
-) -> Plan:
-    """Run `autoplan.plan` on the first rank of `group` (by default of all ranks), and return its plan on every rank.
-
-    Every rank calls it, with its own model and the same `wishes`, which are arguments of `autoplan.plan`. Raise on all
-    ranks if some hold another model or other arguments, or if the first cannot plan. Without a process group it is
-    `autoplan.plan`.
-    """
-    if not dist.is_initialized():
-        return plan(model, tp_size, **wishes)
-    ranks = group.get_group() if isinstance(group, DeviceMesh) else group
-    sent: list[Any] = [None]
-    with fail_together(_voters(ranks), "plan_once"):
-        # A digest of the model, the wishes and the versions.
-        if isinstance(model, nn.Module):
-            tensors = [(name, list(tensor.shape)) for name, tensor in model.named_parameters()]
-            description = f"{type(model).__qualname__} {model_hash(model)} {tensors}"
-        else:
-            description = str(model.to_dict() if hasattr(model, "to_dict") else model)
-        plain = {name: value for name, value in wishes.items() if name not in ("inputs", "cache", "rules")}
-        arguments = sorted((name, str(value)) for name, value in plain.items())
-        text = f"{__version__} {installed_versions()} {description} {tp_size} {arguments}"
-        mine = hashlib.sha256(text.encode()).hexdigest()[:16]
-        meet(
-            Alike(
-                mine,
-                f"some ranks, among them rank {dist.get_rank()}, have a different model, version or arguments",
-                "build the same model from the same config on every rank, and pass the same arguments to plan_once",
-            )
-        )
-        if dist.get_rank(ranks) == 0:
-            sent = [packed_plan(plan(model, tp_size, **wishes))]
-        meet()  # the others wait here, and learn of any failure
-        dist.broadcast_object_list(sent, group=ranks, group_src=0)
-        return unpacked_plan(sent[0])
-
-
-def _voters(ranks: dist.ProcessGroup | None) -> Voters:
-    everyone = Voters.everyone()
-    return everyone if ranks is None else Voters((RankGroup.of(ranks),), everyone.device)
-
-
-def packed_plan(made: Plan) -> bytes:
-    """Return a plan as bytes: the contents of a plan file, compressed."""
-    return zlib.compress(json.dumps(plan_to_dict(made), ensure_ascii=False, separators=(",", ":")).encode(), 6)
-
-
-def unpacked_plan(data: bytes) -> Plan:
-    """Return the plan of `packed_plan`'s bytes."""
-    return plan_from_dict(parse_plain(zlib.decompress(data).decode(), "json", _SENT, NotPlain()), _SENT)
-
-
-# Classes of training frameworks, adapted to a sharded model.
-
-Host = TypeVar("Host", bound=type)
-
-
-def hand_over(host: Host, model: nn.Module | None = None) -> Host:
-    """Return a Trainer or an Accelerator class for a model that `parallelize` sharded: no DDP, and full checkpoints.
-
-    `host` is the class: transformers' `Trainer` or a subclass, or accelerate's `Accelerator`, which needs the `model`
-    at once. Use the result in its place:
-
-        trainer = autoplan.hand_over(Trainer)(model, args, train_dataset=data)
-        trainer.train(resume_from_checkpoint=True)
-
-        accelerator = autoplan.hand_over(Accelerator, model)()
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-    Checkpoints hold the unsharded model's weights, as `save_pretrained` writes them, and the optimizer's state by names
-    of parameters: a run can be resumed at another tp size. Every rank saves and loads.
-    """
-    check_argument("host", host, type, "pass a class: Trainer, a subclass of it, or Accelerator")
-    names = {cls.__name__ for cls in host.__mro__}
-    adapted: Any = None
-    if "Trainer" in names:
-        adapted = trainer_class(host, _SHARDED)
-    elif "Accelerator" in names:
-        if model is None or _sizes(model) is None:
-            raise AutoplanError(
-                "an Accelerator needs the sharded model before it is created",
-                hint="hand_over(Accelerator, model), after autoplan.parallelize(model, ...)",
-            )
-        adapted = accelerator_class(host, _SHARDED, model)
-    if adapted is None:
-        raise AutoplanError(f"{host.__name__} is neither a Trainer nor an Accelerator")
-    return adapted
-
-
-def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
-    record = applied(uncompiled(model))
-    if record is None:
-        return None
-    plan, (replicas, shards) = record.plan, record.data_parallel
-    # FSDP2 shards over cp ranks too, which get the same batches, as tp ranks do
-    return replicas, max(1, shards // plan.cp_size), max(plan.tp_size, plan.ep_size) * plan.cp_size
-
-
-_SHARDED = Sharded(
-    _sizes,
-    save_weights,
-    lambda model, folder: load_weights(uncompiled(model), str(folder)),
-    save_optimizer,
-    load_optimizer,
-    clip_gradients,
-    lambda model, doing: fail_together(Voters.everyone(model), doing),
-)

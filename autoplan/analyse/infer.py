@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from autoplan.axes.algebra import Conflict
-from autoplan.axes.terms import Event, Term, find, is_data, layout, leaf, leaves, segments, show
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, find, is_data, layout, leaf, leaves, segments, show
 from autoplan.common.layout import Layout
 from autoplan.ops import op_record
 from autoplan.ops.attention import mask_of_heads

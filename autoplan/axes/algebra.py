@@ -12,20 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from autoplan.axes.terms import (
-    ONE,
-    Event,
-    Term,
-    concatenation,
-    factors,
-    find,
-    is_data,
-    leaf,
-    leaves,
-    product,
-    segments,
-    show,
-)
+from autoplan.axes.events import Event
+from autoplan.axes.terms import ONE, Term, concatenation, factors, find, is_data, leaf, leaves, product, segments, show
 
 Pair = tuple[Term, Term]
 

@@ -21,7 +21,8 @@ from torch import nn
 
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.splits.model_ends import gathered_leaves
-from autoplan.axes.terms import Event, Term, factors, find, leaves, segments
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, factors, find, leaves, segments
 from autoplan.capture.called import call
 from autoplan.capture.copies import copied
 from autoplan.capture.dry_run import own

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.axes.terms import Event, find, product
+from autoplan.axes.events import Event
+from autoplan.axes.terms import find, product
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Recurrent, Reduction, by_rate
 from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp, recorded
 from autoplan.ops.records.record import call_record, op, python_call

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from autoplan.axes.terms import Event, Term, find, is_data, leaf, product
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, find, is_data, leaf, product
 from autoplan.ops.records.answers import NEVER, Drawn, Extent, Linear, Product, Reduction
 from autoplan.ops.records.on_shards import Groups, Local, SplitOp
 from autoplan.ops.records.record import UNSPLIT, op, python_call

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autoplan.axes.terms import Event, leaf
+from autoplan.axes.events import Event
+from autoplan.axes.terms import leaf
 from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.answers import ALWAYS, NEVER, Linear, Random, Supposed, by_rate
 from autoplan.ops.records.on_shards import NO_SIZES, Filled, Identity, MadeWhole, as_written, recorded

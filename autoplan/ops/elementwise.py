@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from autoplan.axes.terms import Event
+from autoplan.axes.events import Event
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Shows, Supposed
 from autoplan.ops.records.on_shards import NO_SIZES, SHAPE, Lengths, PieceCount, as_written
 from autoplan.ops.records.record import (

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.axes.terms import Event, Term, find, is_data
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, find, is_data
 from autoplan.ops.pieces import slice_of
 from autoplan.ops.records.answers import NEVER, Along, Drawn, Linear, Reduction, Shows
 from autoplan.ops.records.on_shards import NO_SIZES, Indexed, Local, SplitOp, as_written

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from autoplan.axes.terms import ONE, Event, find
+from autoplan.axes.events import Event
+from autoplan.axes.terms import ONE, find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction
 from autoplan.ops.records.on_shards import NO_SIZES, Groups, Local, SplitOp
 from autoplan.ops.records.record import UNSPLIT, kept_whole, op, python_call

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from autoplan.axes.terms import ONE, Event, Term, concatenation, is_data, leaf
+from autoplan.axes.events import Event
+from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
 from autoplan.ops.records.answers import NEVER, Along, Drawn, Extent, Linear, Reduction, Shows
 from autoplan.ops.records.on_shards import NO_SIZES, Bounds, Lengths, Local, PieceCount, SplitOp, as_written
 from autoplan.ops.records.record import INDEPENDENT, UNSPLIT, nothing, op, op_record, python_call

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.axes.terms import Event, find
+from autoplan.axes.events import Event
+from autoplan.axes.terms import find
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Product, Reduction
 from autoplan.ops.records.on_shards import NO_SIZES, Local, SplitOp
 from autoplan.ops.records.record import INDEPENDENT, UNSPLIT, Decided, op, op_record, python_call, unknown

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoplan.axes.terms import ONE, Event
+from autoplan.axes.events import Event
+from autoplan.axes.terms import ONE
 from autoplan.common.layout import Layout
 from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction, Supposed

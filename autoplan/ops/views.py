@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.axes.terms import ONE, Event, Term, leaf, product
+from autoplan.axes.events import Event
+from autoplan.axes.terms import ONE, Term, leaf, product
 from autoplan.ops.records.answers import NEVER, Linear, Shows
 from autoplan.ops.records.on_shards import NO_SIZES, SHAPE, Local, RepeatEach, Repeats, Unflattened, as_written
 from autoplan.ops.records.record import (

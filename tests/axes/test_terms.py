@@ -14,10 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.axes.algebra import MOST_SEGMENTS, Algebra
+from autoplan.axes.events import FORBIDDING, Event
 from autoplan.axes.terms import (
-    FORBIDDING,
     ONE,
-    Event,
     Term,
     concatenation,
     factors,

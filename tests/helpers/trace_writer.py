@@ -7,7 +7,8 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.infer import Axes, infer_axes
-from autoplan.axes.terms import FORBIDDING, Term, find, layout, leaves
+from autoplan.axes.events import FORBIDDING
+from autoplan.axes.terms import Term, find, layout, leaves
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
 B, S, D = 2, 5, 12  # batch, positions, residual width: unlike any size of a weight below

@@ -12,7 +12,8 @@ from torch import nn
 
 from autoplan.analyse.infer import Shards, infer_axes
 from autoplan.analyse.placement.call_instructions import reduction_of
-from autoplan.axes.terms import Event, find, leaves
+from autoplan.axes.events import Event
+from autoplan.axes.terms import find, leaves
 from autoplan.capture.recorder import record
 from autoplan.check.replay import replay
 from autoplan.ops import OPS, call_record, op_record

@@ -10,7 +10,8 @@ import pytest
 from trace_writer import B, D, S, Writer, clean, events, free, only, rows
 
 from autoplan.analyse.infer import Axes
-from autoplan.axes.terms import Event, is_data, layout, leaves, show
+from autoplan.axes.events import Event
+from autoplan.axes.terms import is_data, layout, leaves, show
 from autoplan.ops import OPS, op_record
 from autoplan.ops.records.record import unknown
 from autoplan.values import Ref

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from trace_writer import B, D, S, Writer, clean, events, free, only, rows
 
-from autoplan.axes.terms import Event, leaves
+from autoplan.axes.events import Event
+from autoplan.axes.terms import leaves
 
 
 def test_gpt2_packing_is_three_blocks_of_heads() -> None:

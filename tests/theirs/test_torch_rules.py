@@ -24,7 +24,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autoplan.analyse.infer import Axes, Shards, infer_axes
-from autoplan.axes.terms import FORBIDDING, Term, factors, find, leaves
+from autoplan.axes.events import FORBIDDING
+from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Reduction, Shows
 from autoplan.ops.records.on_shards import NO_SIZES, SplitOp, as_written

@@ -14,7 +14,8 @@ from typing import Any
 from autoplan.analyse.infer import Shards
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.splits.integer_edits import evaluate
-from autoplan.axes.terms import Event, Term, find, leaves
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.patterns import is_under, like_modules
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.on_shards import Indexed

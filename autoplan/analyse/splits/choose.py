@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 from autoplan.analyse.infer import Axes, Shards
 from autoplan.analyse.splits.packed import Packed, inside_blocks, marks_at, parted_blocks
-from autoplan.axes.terms import FORBIDDING, Term, factors, find, leaves
+from autoplan.axes.events import FORBIDDING
+from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
 from autoplan.ops import op_record
 from autoplan.ops.attention import BOX

@@ -11,7 +11,8 @@ from autoplan.analyse.infer import Axes, Shards
 from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Crossing, Placement, Refusal
 from autoplan.analyse.splits.packed import NO_DEMANDS, Demands
 from autoplan.analyse.splits.special import branch_weights
-from autoplan.axes.terms import FORBIDDING, Term, find, leaves
+from autoplan.axes.events import FORBIDDING
+from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout, chunk
 from autoplan.ops import call_record, op_record
 from autoplan.ops.convolutions import groups_of, transposed

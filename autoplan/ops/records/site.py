@@ -11,7 +11,8 @@ from math import prod
 from typing import Any
 
 from autoplan.axes.algebra import Algebra
-from autoplan.axes.terms import Event, Term, factors, find, is_data, leaf, product, show
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, factors, find, is_data, leaf, product, show
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
 Dims = list[Term]
