@@ -15,6 +15,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.integer_edits import evaluate
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
+from autoplan.ops.pieces import joins
 from autoplan.ops.records.on_shards import Indexed
 from autoplan.values import LengthArgument, SequenceName, Symbolic, Trace, refs, symbolics
 
@@ -85,7 +86,11 @@ class Positions:
         return any((self._major(terms[d]) or 1) > 1 for d in self.dims_of(tensor))
 
     def crossed_by(self, op: int) -> bool:
-        """Return whether this op left an event that couples positions."""
+        """Return whether this op left an event that couples positions, or joined them to others: what that makes is
+        another sequence."""
+        joined = self.trace.ops[op]
+        if joins(joined.name) and any(map(self.dims_of, refs(joined.args))):
+            return not any(map(self.dims_of, joined.results))
         return not self._crossing.get(op, set()).isdisjoint(self.sequences)
 
     def picks(self, index: int, cut: list[int]) -> bool:
