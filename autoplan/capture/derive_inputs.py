@@ -18,6 +18,7 @@ from torch import nn
 
 from autoplan.capture.called import PART
 from autoplan.capture.dry_run import Twin, tried
+from autoplan.capture.feeding.failure import INSTEAD_OF_TRACED
 from autoplan.capture.feeding.wants import BATCH, SIZES, State
 from autoplan.capture.fold import CONTAINERS
 from autoplan.common.conventions import conventions
@@ -129,7 +130,7 @@ def _not_found(arguments: Arguments, search: Search) -> CaptureError:
         return CaptureError(
             f"{arguments.signature} cannot be recorded: it runs code that torch.compile must trace (flex_attention, "
             f"torch.cond), and that fails with {best.failed}{where}",
-            hint="use another implementation (scaled_dot_product_attention, a branch in Python)",
+            hint=INSTEAD_OF_TRACED,
         )
     sizes = best.state.sizes
     guess = ", ".join(f"{name!r}: {want.code(sizes)}" for name, want in best.state.wants)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.called import call, inside_a_function
 from autoplan.capture.dry_run import own
+from autoplan.capture.feeding.failure import INSTEAD_OF_TRACED, current_place
 from autoplan.capture.known_values import Escapes, KnownValues, TracedInt, integer_attributes, trace_attributes
 from autoplan.capture.outside import outsiders_of
 from autoplan.common.code.code_place import call_name, code_place
@@ -154,7 +155,9 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 class _OpRecorder(DispatchMode):
-    """Records every aten op."""
+    """Records every aten op. An operator that runs functions (`flex_attention`, `torch.cond`) is refused."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -164,6 +167,13 @@ class _OpRecorder(DispatchMode):
         r, kwargs = self.recording, kwargs or {}
         if func.namespace == "prim" or r.differentiating:  # "prim": queries of a fake tensor's device, no mathematics
             return func(*args, **kwargs)
+        if func.namespace == "higher_order":
+            place = current_place()
+            raise CaptureError(
+                f"the model cannot be recorded: it calls {func.name()}, which torch.compile must trace\n"
+                f"  called at {place.where}: {place.text}",
+                hint=INSTEAD_OF_TRACED,
+            )
         encoded_args, encoded_kwargs = r.encode(tuple(args)), r.encode(kwargs)
         name, _, overload = str(func).removeprefix("aten.").rpartition(".")
         before = args[0].detach() if reshapes_in_place(name) else None  # recorded as the out-of-place op

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from unfamiliar import MODELS, Cannot
 from unfamiliar_calls import CALLS
 from unfamiliar_exact import EXACT
@@ -413,3 +414,31 @@ def test_a_search_ends_where_no_input_can_help() -> None:
     with pytest.raises(CaptureError, match="torch.compile must trace") as error:
         recipe_for(Branches().eval())
     assert "torch.cond(" in str(error.value), "the line is named"
+
+
+class Flexible(nn.Module):
+    """Attention by an operator that runs a function of each score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        return self.down(flex_attention(h, h, h, score_mod=_twice).transpose(1, 2).flatten(2))
+
+
+def _twice(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+    return score * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "operator", "line"),
+    [(Branches, "cond", "torch.cond("), (Flexible, "flex_attention", "flex_attention(h")],
+)
+def test_an_operator_that_runs_functions_is_refused_with_inputs_too(
+    model: type[nn.Module], operator: str, line: str
+) -> None:
+    with pytest.raises(CaptureError, match=f"it calls {operator}, which torch.compile must trace") as error:
+        autoplan.plan(model().eval(), tp_size=2, inputs={"x": torch.randn(2, 8, 16)})
+    assert line in str(error.value), "the line is named"

@@ -18,6 +18,7 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.patterns import is_under, like_modules
 from autoplan.ops import call_record, op_record
+from autoplan.ops.pieces import joins
 from autoplan.ops.records.on_shards import Indexed
 from autoplan.values import Call, HookKind, LengthArgument, Ref, SequenceName, Symbolic, Trace, refs, symbolics
 
@@ -88,7 +89,11 @@ class Positions:
         return any((self._major(terms[d]) or 1) > 1 for d in self.dims_of(tensor))
 
     def crossed_by(self, op: int) -> bool:
-        """Return whether this op left an event that couples positions."""
+        """Return whether this op left an event that couples positions, or joined them to others: what that makes is
+        another sequence."""
+        joined = self.trace.ops[op]
+        if joins(joined.name) and any(map(self.dims_of, refs(joined.args))):
+            return not any(map(self.dims_of, joined.results))
         return not self._crossing.get(op, set()).isdisjoint(self.sequences)
 
     def picks(self, index: int, cut: list[int]) -> bool:

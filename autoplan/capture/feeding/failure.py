@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import sys
 import textwrap
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,6 +18,8 @@ from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.wants import Path, State, is_nothing
 from autoplan.capture.feeding.watch import Demand, Watch, demand_of, origin, outside_torch
 from autoplan.common.nested import flatten_tensors
+
+INSTEAD_OF_TRACED = "use another implementation (scaled_dot_product_attention, a branch in Python)"
 
 
 class NothingRead(ValueError):
@@ -178,6 +181,14 @@ class Place:
         """Return the arguments that the names in the running expression were computed from."""
         tensors = [tensor for name in self.names() for _, tensor in flatten_tensors(self.value(name))]
         return tuple(dict.fromkeys(path for tensor in tensors for path in origin(tensor)))
+
+
+def current_place() -> Place:
+    """Return the innermost frame of the model's own code that runs now."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not outside_torch(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Place(frame, frame.f_lineno, (None,) * 4)
 
 
 def places_of(error: BaseException) -> list[Place]:

@@ -193,13 +193,13 @@ class Reading:
 @dataclass
 class ModuleRecord:
     """The record of one module: how its own parameters and split buffers are held, by their names in the module.
-    `summed`: parameters whose gradients are summed together at the end, as its code reads them."""
+    `summed`: parameters whose gradients are summed together at the end, each with what its code reads of it."""
 
     reading: Reading
     original: type  # the module's own class; `local_views` gives it a subclass
     parameters: dict[str, Held] = field(default_factory=dict)
     buffers: dict[str, Held] = field(default_factory=dict)
-    summed: dict[str, torch.Tensor] = field(default_factory=dict)
+    summed: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def attach(self, module: nn.Module) -> None:
         module.__dict__[_ATTRIBUTE] = self
@@ -291,7 +291,7 @@ def sum_together(module: nn.Module, reading: Reading, view: Callable[[nn.Paramet
     if not reading.summing or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     views: dict[int, torch.Tensor] = {}
-    readers: list[tuple[ModuleRecord, str, int]] = []
+    readers: list[tuple[ModuleRecord, str, torch.Tensor]] = []
     groups = set[RankGroup]()
     for inner in module.modules():
         record = record_of(inner)
@@ -300,15 +300,28 @@ def sum_together(module: nn.Module, reading: Reading, view: Callable[[nn.Paramet
             if record is None or parameter is None or not parameter.requires_grad or held is None or held.read is None:
                 continue
             if held.is_summed:
-                readers.append((record, name, id(parameter)))
+                readers.append((record, name, parameter))
                 groups.add(held.read.group)
                 if id(parameter) not in views:  # tied ones are read as one
                     views[id(parameter)] = view(parameter, held)
     if views:
         copies = dict(zip(views, _CopyAll.apply(groups.pop(), *views.values()), strict=True))
         reading.summed = [record for record, _, _ in readers]
-        for record, name, key in readers:
-            record.summed[name] = copies[key]
+        for record, name, parameter in readers:
+            record.summed[name] = parameter, copies[id(parameter)]
+
+
+def is_made_of_summed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made of what code reads of parameters whose gradients are summed at the end."""
+    waiting, seen = [tensor.grad_fn], set[Any]()
+    while waiting:
+        if (node := waiting.pop()) is None or node in seen:
+            continue
+        if node.name() == f"{_CopyAll.__name__}Backward":
+            return True
+        seen.add(node)
+        waiting += [above for above, _ in node.next_functions]
+    return False
 
 
 _MESSAGE = 1 << 22  # numbers; a larger gradient is summed by itself

@@ -48,16 +48,24 @@ from autoplan.execute.collectives import (
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
-from autoplan.execute.parameters.held import Held, SumSharedRows, is_local_of, part_of_whole, record_of, sum_together
+from autoplan.execute.parameters.held import (
+    Held,
+    SumSharedRows,
+    is_local_of,
+    is_made_of_summed,
+    part_of_whole,
+    record_of,
+    sum_together,
+)
 from autoplan.execute.parameters.new_forward import has_new_forward, is_read_by_a_new_forward
 from autoplan.execute.parameters.state_dict import gathered, local_piece
 from autoplan.patches.classes import reduced, subclass_of
 
 
 def local_view(
-    parameter: torch.Tensor | None, held: Held | None, summed: torch.Tensor | None = None
+    parameter: torch.Tensor | None, held: Held | None, summed: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor | None:
-    """Return the plain tensor this rank computes with. `summed`: see `part_of_whole`."""
+    """Return the plain tensor this rank computes with. `summed`: see `ModuleRecord`."""
     if parameter is not None and parameter is not unwrapped(parameter):  # a stack of them, which torch.vmap runs as one
         if held is not None and (held.has_spare_room or held.shared.count or held.read is not None):
             return parameter  # rows are picked along a dim of the parameter, which is another one of the stack
@@ -67,8 +75,10 @@ def local_view(
         return None
     if held is None or held.read is None:
         local = _held_view(parameter, held)
-    elif summed is not None:
-        local = part_of_whole(parameter, held, summed)
+    elif summed is not None and parameter is summed[0]:
+        local = part_of_whole(parameter, held, summed[1])
+    elif summed is not None and is_made_of_summed(parameter):  # put in its place by `torch.func.functional_call`
+        return parameter
     elif isinstance(parameter, DTensor) and (not lies_on_tp or held.read.group == held.group):
         return parameter  # FSDP2's sharded parameter
     else:

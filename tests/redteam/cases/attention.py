@@ -251,3 +251,21 @@ class ScaledByAllHeads(Attention):
     def scores(self, x):
         q, k = parted(self.q(x), 4), parted(self.k(x), 4)
         return q @ k.transpose(-1, -2) / math.sqrt(q.shape[1] * q.shape[3])
+
+
+@case(call(X), sequence=None, cp=2, options={"sequence_padding": "pad"})
+class LearnedKeyBehind(nn.Module):
+    """Attention in the model's own code, between blocks, with a learned key and value behind those of the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Attention(), Attention()])
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.key, self.value = nn.Parameter(torch.randn(1, 1, 16)), nn.Parameter(torch.randn(1, 1, 16))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        k = torch.cat([self.k(x), self.key.expand(x.shape[0], 1, 16)], 1)
+        v = torch.cat([self.v(x), self.value.expand(x.shape[0], 1, 16)], 1)
+        return x + self.o((self.q(x) @ k.transpose(1, 2) / 4).softmax(-1) @ v)

@@ -252,3 +252,30 @@ class Orthogonal(Attention):
     def __init__(self):
         super().__init__()
         nn.utils.parametrizations.orthogonal(self.v, orthogonal_map="cayley")
+
+
+@case(call(X), tp=(2, 4), cp=2)
+class TwoModulesMixed(nn.Module):
+    """A module runs with weights mixed of its own and another's, as `named_parameters` gives them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.mix = Mlp(), Mlp(), Attention()
+
+    def forward(self, x):
+        others = dict(self.b.named_parameters())
+        mixed = {name: torch.lerp(own, others[name], 0.3) for name, own in self.a.named_parameters()}
+        return torch.func.functional_call(self.a, mixed, (self.mix(x),))
+
+
+@case(call(X), cp=2)
+class WeightsMadeForCall(nn.Module):
+    """A module runs with weights made of its own, read one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.mix = Mlp(), Mlp(), Attention()
+
+    def forward(self, x):
+        made = {"up.weight": self.a.up.weight * 2, "down.weight": self.a.down.weight + self.b.down.weight}
+        return torch.func.functional_call(self.a, made, (self.mix(x),))
