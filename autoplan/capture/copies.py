@@ -45,8 +45,10 @@ def copied(model: Model) -> Model:
         for value in vars(module).values():
             if type(value) is OrderedDict and not value:  # empty hook dicts: most of what deepcopy would spend time on
                 memo[id(value)] = OrderedDict()
+    fill = prepare_forwarders(model, memo)
     try:
         new = copy.deepcopy(model, memo)
+        fill()
     except AutoplanError:
         raise
     except Exception as error:  # any object may refuse in any way
@@ -59,6 +61,32 @@ def copied(model: Model) -> Model:
     Rebinding(memo).everything()
     remember_original(new, model)
     return new
+
+
+def prepare_forwarders(model: nn.Module, memo: dict[int, Any]) -> Callable[[], None]:
+    """Put into the memo an empty object for each that forwards names which it lacks (`__getattr__`) to something that
+    it holds, and return what fills them: asked for `__deepcopy__`, it would return that of what it forwards to."""
+    shells: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        for value in vars(module).values():
+            for held in value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,):
+                if id(held) not in memo and _is_forwarder(held):
+                    memo[id(held)] = object.__new__(type(held))
+                    shells.append((held, memo[id(held)]))
+
+    def fill() -> None:
+        for held, shell in shells:
+            vars(shell).update(copy.deepcopy(vars(held), memo))
+
+    return fill
+
+
+def _is_forwarder(value: Any) -> bool:
+    cls = type(value)
+    if not hasattr(cls, "__getattr__") or isinstance(value, nn.Module):
+        return False
+    own_ways = ("__new__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__slots__")
+    return all(getattr(cls, name, None) is getattr(object, name, None) for name in own_ways)
 
 
 def copy_slots(model: nn.Module, memo: dict[int, Any]) -> None:

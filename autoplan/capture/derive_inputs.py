@@ -19,6 +19,7 @@ from torch import nn
 from autoplan.capture.called import PART
 from autoplan.capture.dry_run import Twin, tried
 from autoplan.capture.feeding.failure import INSTEAD_OF_TRACED
+from autoplan.capture.feeding.resize import sizes_vary
 from autoplan.capture.feeding.wants import BATCH, SIZES, State
 from autoplan.capture.fold import CONTAINERS
 from autoplan.common.conventions import conventions
@@ -39,7 +40,8 @@ _SHOWN = 8  # tries that a message lists
 @dataclass(frozen=True)
 class Recipe:
     """Example arguments, also in other sizes, and how they were derived. `training`: with the arguments that make
-    forward compute its loss, if it takes them. `dims`: with another number of dims. `masked`: with optional masks."""
+    forward compute its loss, if it takes them. `dims`: with another number of dims. `masked`: with optional masks.
+    `full`: with as many positions as a buffer has, if it then takes another path."""
 
     state: State
     other: State | None
@@ -47,6 +49,7 @@ class Recipe:
     training: State | None = None
     dims: State | None = None
     masked: State | None = None
+    full: State | None = None
 
     def draw(self, model: nn.Module, seed: int, *, other: bool = False) -> dict[str, dict[str, Any]]:
         """Return keyword arguments by call, in the model's own dtype; `other`: in the other sizes, if there are any."""
@@ -56,6 +59,8 @@ class Recipe:
             calls["forward with targets"] = replace(self.training, named=state.named)
         if self.masked is not None:
             calls["forward with masks"] = replace(self.masked, named=state.named)
+        if self.full is not None:
+            calls["forward at full length"] = self.full.with_size(BATCH, state.sizes[BATCH])
         return {name: call.draw(seed, working_dtype(model)) for name, call in calls.items()}
 
     def fed(self) -> tuple[Fed, ...]:
@@ -85,16 +90,19 @@ def recipe_for(model: nn.Module) -> Recipe:
     state = search.marked(search.in_both_modes(state), there=False)
     other = search.other_sizes(state) if state.wants else None
     # A length that must be what it is may be no length: rows of features ran as a sequence by chance.
-    varies = other is not None and any(a.sizes(state.sizes)[1:] != a.sizes(other.sizes)[1:] for _, a in other.leaves())
+    varies = sizes_vary(state, other)
     rows = None if varies else search.without_length(state)
     if rows is not None and (larger := search.other_sizes(rows)) is not None:
         state, other = rows, larger
+    elif not varies:
+        state, other = search.varying(state) or (state, other)
     other = search.marked(other, there=True) if other is not None else None
     steps = tuple(search.steps)
     dims = search.with_other_dims(state) if state != rows else None
     if dims is not None and other is not None and other.sizes[BATCH] == state.sizes[BATCH]:  # nor a batch
         state, other, dims = dims, search.other_sizes(dims), None
-    return Recipe(state, other, steps, search.with_targets(state, other), dims, search.with_masks(state, other))
+    targets, masked = search.with_targets(state, other), search.with_masks(state, other)
+    return Recipe(state, other, steps, targets, dims, masked, search.at_full_length(state))
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:

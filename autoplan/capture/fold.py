@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.copies import Rebinding, contents_of, copy_slots
+from autoplan.capture.copies import Rebinding, contents_of, copy_slots, prepare_forwarders
 from autoplan.capture.forward_hooks import containers_in, hooks_of_forward, keep_hooks_of_forward
 from autoplan.capture.outside import remember_original
 from autoplan.common.conventions import conventions
@@ -68,6 +68,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
     left_out = {id(choice.container): choice for choice in choices}
     memo: dict[int, Any] = {}
     _plant_tensors(model, left_out, replace or _to_meta, memo)
+    fill = prepare_forwarders(model, memo)
     folded_children: dict[int, dict[str, nn.Module]] = {id(choice.container): {} for choice in choices}
     for choice in choices:
         memo[id(own_modules(choice.container))] = folded_children[id(choice.container)]
@@ -79,6 +80,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
         for key, representative in choice.members:
             _stand_for(blocks[key], copies[representative], memo)
     module = _deepcopy(model, memo, "")
+    fill()
     copy_slots(model, memo)
     rebinding = Rebinding(memo)
     keep_hooks_of_forward(model, rebinding)

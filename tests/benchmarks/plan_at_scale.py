@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoplan
-from autoplan.once import packed_plan
 from autoplan.hf.source import resolve
+from autoplan.once import packed_plan
 
 SHAPES = Path(__file__).resolve().parents[2] / "examples" / "shapes"
 

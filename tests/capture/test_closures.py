@@ -214,6 +214,30 @@ class InMethodOfHelper(InLambda):
         self.head = Helper(self).head
 
 
+class Stand:
+    """Hands on every name that it lacks to a weight."""
+
+    def __init__(self, module: nn.Module, name: str, turned: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.module, self.name, self.turned = module, name, turned
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self.module, self.name), name)
+
+    def applied(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.turned(getattr(self.module, self.name))
+
+
+class InStand(InLambda):
+    def reach(self) -> None:
+        self.head, self.listed = Stand(self.emb, "weight", self.turned), [Stand(self.emb, "weight", self.turned)]
+
+    def turned(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.t()
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.head.applied(x) + self.listed[0].applied(x)) / 2
+
+
 class InHook(Plain):
     """The head is a hook on the last layer."""
 

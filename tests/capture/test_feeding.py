@@ -349,6 +349,34 @@ def test_strings_functions_numbers_and_optional_masks() -> None:
     assert calls["forward with masks"]["mask"].dtype == torch.bool
 
 
+class Limited(nn.Module):
+    """Takes its own mask only where a sequence is as long as that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.register_buffer("mask", torch.tril(torch.ones(24, 24)))
+
+    def forward(self, x):
+        length = x.shape[1]
+        mask = torch.ones(length, length).tril() if length < self.mask.size(-1) else self.mask
+        return self.down(mask @ torch.relu(self.up(x)))
+
+
+def test_a_call_as_long_as_a_mask_is_recorded_where_it_takes_another_path() -> None:
+    model = Limited().eval()
+    calls = recipe_for(model).draw(model, 0)
+    assert {name: call["x"].shape[1] for name, call in calls.items()} == {"forward": 10, "forward at full length": 24}
+    assert autoplan.verify(model, autoplan.plan(model, tp_size=2)).ok
+
+
+def test_edges_are_one_value_for_each_pair() -> None:
+    model = EXACT["Pairs"]().eval()
+    calls = [recipe_for(model).draw(model, 0, other=other)["forward"] for other in (False, True)]
+    assert [call["edges"].dim() for call in calls] == [4, 4]
+    assert calls[0]["nodes"].shape[1] != calls[1]["nodes"].shape[1]
+
+
 # Words in the names of arguments stand in rules/arguments.toml, and nothing of them in Python.
 
 

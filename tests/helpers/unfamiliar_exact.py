@@ -123,11 +123,74 @@ class Freezes(nn.Module):
         return made if images is None else made + self.mlp(self.see(images).flatten(2).mean(2))[:, None]
 
 
+class Coupling(nn.Module):
+    """A mask that is spread over numbers of channels, and a condition that it was built without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre, self.mid, self.post = nn.Conv1d(8, 32, 1), nn.Conv1d(32, 32, 1), nn.Conv1d(32, 8, 1)
+
+    def forward(self, x, x_mask, g=None):
+        kept, changed = torch.split(x, [8, 8], 1)
+        h = self.pre(kept) * x_mask
+        if g is not None:
+            h = h + self.cond_layer(g)
+        return torch.cat([kept, changed + self.post(self.mid(h)) * x_mask], 1)
+
+
+class Detector(nn.Module):
+    """A picture whose channels are the width, with its mask and the embedding of its places, all flattened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.cross = nn.MultiheadAttention(24, 4), nn.MultiheadAttention(24, 4)
+        self.norm, self.mlp = nn.LayerNorm(24), Mlp(24)
+
+    def forward(self, src, mask, query_embed, pos_embed):
+        batch, channels, height, width = src.shape
+        src, pos, mask = src.flatten(2).permute(2, 0, 1), pos_embed.flatten(2).permute(2, 0, 1), mask.flatten(1)
+        query = query_embed.unsqueeze(1).repeat(1, batch, 1)
+        src = self.norm(src + self.attend(src + pos, src + pos, value=src, key_padding_mask=mask)[0])
+        found = self.cross(query, src + pos, value=src, key_padding_mask=mask)[0]
+        return self.mlp(found), src.permute(1, 2, 0).view(batch, channels, height, width)
+
+
+class Pairs(nn.Module):
+    """Edges as one value for each pair of nodes; a value for each node runs where sizes happen to be equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.of_edges, self.out = (nn.Linear(*s) for s in ((16, 32), (16, 64), (8, 32), (32, 16)))
+
+    def forward(self, nodes, edges=None):
+        q, k, v, e = (
+            t.unflatten(-1, (4, 8)).movedim(-2, 1).flatten(0, 1)
+            for t in (self.q(nodes), *self.kv(nodes).chunk(2, -1), self.of_edges(edges))
+        )
+        k, v = k[:, None] + e, v[:, None] + e
+        scores = torch.einsum("bid,bijd->bij", q, k).softmax(-1)
+        made = torch.einsum("bij,bijd->bid", scores, v).unflatten(0, (-1, 4)).movedim(1, 2).flatten(2)
+        return nodes + self.out(made)
+
+
 class WrappedCategories(Wrapped):
     def __init__(self) -> None:
         super().__init__(Categories())
 
 
 EXACT = {
-    one.__name__: one for one in (WrappedCategories, Passes, Categories, Halves, Pyramid, Chunks, Spectrum, Freezes)
+    one.__name__: one
+    for one in (
+        WrappedCategories,
+        Passes,
+        Categories,
+        Halves,
+        Pyramid,
+        Chunks,
+        Spectrum,
+        Freezes,
+        Coupling,
+        Detector,
+        Pairs,
+    )
 }

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.called import PART, TRAINING, has_training_paths, in_training
 from autoplan.capture.dry_run import Twin
-from autoplan.capture.feeding.wants import BATCH, Path, State, Want
+from autoplan.capture.feeding.wants import BATCH, MASKS, Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.errors import OutsideError
@@ -188,7 +188,7 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
         shapes = [*alone, *shapes] if rank < 4 else [*shapes, *alone]
         if rank == 1 and leaf.shape[:1] == (BATCH,):  # one number per item
             shapes = [(BATCH,), *shapes]
-    if rank == 3 and leaf.kind in ("bool", "nowhere") and any("side" in other.shape for _, other in state.leaves()):
+    if rank == 3 and leaf.kind in MASKS and any("side" in other.shape for _, other in state.leaves()):
         shapes = [(BATCH, "side", "side"), *shapes]  # a mask of images
     lead = leaf.shape[0] if leaf.shape else ""
     if lead in ("nodes", "edges"):  # a graph has no batch: one row of features per node or edge
@@ -211,6 +211,22 @@ def of_vectors(state: State, rank: int) -> Iterator[State]:
             other = other.with_want(path, replace(leaf, shape=shape))
     if other != state:
         yield other
+
+
+def alike_or_longer(state: State) -> Iterator[State]:
+    """Yield states in which an argument has the shape of another one, then those in which one has a dim more."""
+    leaves = list(state.leaves())
+    for path, leaf in leaves:
+        for other in dict.fromkeys(other.shape for _, other in leaves if other.kind == "float"):
+            if leaf.kind != "ids" and other != leaf.shape:
+                yield state.with_want(path, replace(leaf, kind="float", shape=other))
+    for path, leaf in leaves:
+        yield from of_rank(state, path, len(leaf.shape) + 1)
+
+
+def sizes_vary(state: State, other: State | None) -> bool:
+    """Return whether two calls differ in more sizes than that of the batch."""
+    return other is not None and any(a.sizes(state.sizes)[1:] != a.sizes(other.sizes)[1:] for _, a in other.leaves())
 
 
 def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, ...]]:

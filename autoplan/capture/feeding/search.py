@@ -23,10 +23,10 @@ from autoplan.capture.called import has_training_paths, in_training
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure, NotFiniteError, NothingRead, Step
-from autoplan.capture.feeding.messages import ranks_differ
-from autoplan.capture.feeding.resize import of_rank, of_vectors
+from autoplan.capture.feeding.resize import alike_or_longer, of_rank, of_vectors, sizes_vary
 from autoplan.capture.feeding.together import MOST_PARTS, longer
 from autoplan.capture.feeding.told import told, usually
+from autoplan.capture.feeding.waiting import Next
 from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want, grown
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
@@ -39,8 +39,6 @@ from autoplan.patches.seeding import on_one_device
 MOST_TRIES, _MOST_SECONDS = 400, 20.0
 _MOST_TOLD, _MOST_USUAL = 24, 16  # proposals from a failure, and from what is usual
 _USUAL_AT = 6  # rank of the first usual proposal among those from the failure
-_CREDIT = 5  # changes for which an added argument has credit
-_STALE = 4  # ranks that a proposal loses for each change before it without progress
 _SMALL = 8  # ranks that a short length loses, since it shows little
 _FEW_ELEMENTS = 20_000
 _PATIENCE = 8  # tries for a finite result
@@ -49,35 +47,9 @@ _MOST_MORE = 30  # tries for an optional argument
 _TARGETS = 6  # tries for targets
 _MOST_RANKS = 12  # tries for calls with a dim more or less, of which one runs in training
 _MOST_DIMS, _MOST_MASKS = 4, 6  # tries for the same call with other dims, and for a mask
+_MOST_VARYING = 32  # tries for a call whose sizes may change
+_MOST_FULL, _LONGEST = 3, 512  # tries for sizes of buffers, and the longest of these
 _WORTH = 0.001  # share of unread weights below which no further argument is added
-
-
-@dataclass(order=True, frozen=True)
-class _Next:
-    """A state to be tried, ordered by the parent's progress, then by rank of the proposal.
-
-    `stale`: how many changes before it made no progress. A call with one more argument, with a dim less, or with a
-    plain number in place of a tensor may fail earlier: for a few changes, `credit` counts as its progress.
-    """
-
-    reached: int  # negative, since the least comes first
-    late: int
-    number: int
-    state: State = field(compare=False)
-    why: str = field(compare=False)
-    stale: int = field(default=0, compare=False)
-    credit: int = field(default=0, compare=False)
-    left: int = field(default=0, compare=False)
-
-    def then(self, step: Step, child: State, why: str, late: int, number: int) -> _Next:
-        tensors = len(list(child.leaves())) - len(list(step.state.leaves()))
-        # A second argument after one without progress is a guess, but keys of a dict come one after the other.
-        again = self.left == _CREDIT and len(child.wants) > len(step.state.wants)
-        stale = 0 if step.reached > -self.reached or (tensors > 0 and not again) else self.stale + 1
-        reached = max(step.reached, self.credit if self.left else 0)
-        fewer = tensors < 0 or (ranks_differ(step.failed) and child.dims() < step.state.dims())
-        left = _CREDIT if tensors > 0 or (fewer and not self.left) else max(self.left - 1, 0)
-        return _Next(-reached, late + _STALE * stale, number, child, why, stale, reached if left else 0, left)
 
 
 @dataclass
@@ -150,6 +122,31 @@ class Search:
             usual, step = self.ran.get(state) or self._try(state, "again"), self._try(rows, "it runs without a length")
         return None if usual.failed or step.failed or not usual.read <= step.read else rows
 
+    def varying(self, state: State) -> tuple[State, State] | None:
+        """Return a call like this one whose length or side may change, in two sizes: one whose sizes must be what they
+        are may have run by chance (two of its sizes happened to be equal)."""
+        with untouched_randomness(self.seed), quiet():
+            usual = self.ran.get(state) or self._try(state, "again")
+            for call in itertools.islice(alike_or_longer(state), _MOST_VARYING):
+                if self._in_time() and not (step := self._try(call, "its sizes may change")).failed:
+                    other = self.other_sizes(call) if usual.read <= step.read else None
+                    if other is not None and sizes_vary(call, other):
+                        return call, other
+        return None
+
+    def at_full_length(self, state: State) -> State | None:
+        """Return the call with as many positions as a buffer has (a mask, a table), if it then takes another path."""
+        sizes = dict.fromkeys(size for buffer in self.model.buffers() if buffer.dim() > 1 for size in buffer.shape)
+        fit = [size for size in sizes if 2 < size <= _LONGEST and size != state.sizes["length"]]
+        with untouched_randomness(self.seed), quiet():
+            steps = None if self._try(state, "again").failed or not fit else self._last.steps
+            for size in fit[:_MOST_FULL] if any("length" in leaf.shape for _, leaf in state.leaves()) else ():
+                full = state.with_size("length", size)
+                fails = full.elements() > _MOST_ELEMENTS or self._try(full, "as long as a buffer").failed
+                if not fails and steps is not None and self._last.steps != steps:
+                    return full
+        return None
+
     def with_other_dims(self, state: State) -> State | None:
         """Return the same call with all float inputs one dim shorter (without a length) or longer, if it runs and reads
         the same weights: nothing says which of them a user makes."""
@@ -191,7 +188,7 @@ class Search:
 
     def _first(self, start: State, most: int) -> Step | None:
         """Search best first: expand the state that came farthest by what its failure suggests."""
-        waiting = [_Next(0, 0, next(self.count), start, "the likeliest")]
+        waiting = [Next(0, 0, next(self.count), start, "the likeliest")]
         elements = max(start.elements(), _FEW_ELEMENTS)
         tries, patience = 0, _PATIENCE
         unset: Step | None = None

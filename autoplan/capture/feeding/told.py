@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from autoplan.capture.feeding.arguments import field_of, of_items
-from autoplan.capture.feeding.conditions import asked_by_condition, exact
+from autoplan.capture.feeding.conditions import asked_by_condition, exact, value_of
 from autoplan.capture.feeding.failure import Failure, empty_rest, none_names
 from autoplan.capture.feeding.messages import (
     index_outside,
@@ -36,7 +36,7 @@ from autoplan.capture.feeding.together import (
     joined,
     one_each,
 )
-from autoplan.capture.feeding.wants import Path, State, Want
+from autoplan.capture.feeding.wants import MASKS, Path, State, Want
 from autoplan.capture.feeding.watch import Demand, is_direct, origin
 from autoplan.common.nested import is_record
 
@@ -49,12 +49,14 @@ def told(failure: Failure) -> Iterator[Proposal]:
     """Yield what the failure suggests, the most specific first."""
     first = (
         _exact,
+        _not_built,
         _too_small,
         as_many,
         _other,
         iterated,
         one_each,
         _of_fewer_dims,
+        _spread,
         concatenated,
         _consumer,
         fitting,
@@ -79,6 +81,18 @@ def _exact(failure: Failure) -> Iterator[State]:
     yield from exact(failure)
 
 
+def _not_built(failure: Failure) -> Iterator[State]:
+    """Yield states without an optional argument, where its code needs a part that the model was built without."""
+    error, called = failure.error, failure.places[-1].expression() if failure.places else None
+    absent = isinstance(error, AttributeError) and isinstance(error.obj, torch.nn.Module)
+    if isinstance(error, TypeError) and isinstance(called, ast.Call):
+        absent = value_of(failure.places[-1], called.func) is None
+    if absent:
+        for parameter in failure.arguments.optional:
+            if failure.state.holds(parameter.name):
+                yield failure.state.without(parameter.name)
+
+
 def _consumer(failure: Failure) -> Iterator[State]:
     """Yield states in which an argument fits the failed operation's weight."""
     demand = failure.demand
@@ -90,10 +104,13 @@ def _consumer(failure: Failure) -> Iterator[State]:
         if demand.kind == "ids":
             yield from _as_ids(state, path, leaf, demand)
             continue
-        floating = [state] if tensor.is_floating_point() else list(of_kind(state, path, "float"))
+        if demand.kind == "bool" and any("side" in other.shape for _, other in state.leaves()):
+            yield from itertools.islice(of_rank(state, path, 3), 1)  # of an image, flattened on the way
+        fits = tensor.is_floating_point() or demand.kind == "bool"
+        floating = [state] if fits else list(of_kind(state, path, "float"))
         for floats in floating:
             yield from _sized(floats, path, demand)
-        if not tensor.is_floating_point():
+        if not fits:
             yield from floating
 
 
@@ -125,6 +142,20 @@ def _of_fewer_dims(failure: Failure) -> Iterator[State]:
     for path, leaf in failure.state.among(origin(lower)):
         if leaf.kind == "ids" or is_direct(lower) and lower.dim() > len(leaf.shape):  # unsqueezed on the way
             yield from of_rank(failure.state, path, len(leaf.shape) + max(ranks) - min(ranks))
+
+
+def _spread(failure: Failure) -> Iterator[State]:
+    """Yield states for a mask that fits one value and not the next, with a size of one where they differ."""
+    call = failure.watch.failed
+    operands = list(call.tensors()) if call is not None and sizes_differ(failure) else []
+    for mask, other in zip(operands, reversed(operands), strict=True) if len(operands) == 2 else ():
+        for path, leaf in failure.state.among(origin(mask)):
+            if leaf.kind in MASKS and is_direct(mask) and len(leaf.shape) == mask.dim() == other.dim() > 2:
+                pairs = enumerate(zip(mask.shape, other.shape, strict=True))
+                for dim in (dim for dim, (size, wanted) in pairs if size != wanted):
+                    yield failure.state.with_want(
+                        path, replace(leaf, shape=(*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :]))
+                    )
 
 
 def _as_ids(state: State, path: Path, leaf: Want, demand: Demand) -> Iterator[State]:

@@ -26,6 +26,7 @@ BATCH = "batch"
 SIZES = {BATCH: 2, "length": 10, "width": 16, "side": 32, "frames": 8, "samples": 4096, "nodes": 9, "edges": 14}
 _LARGEST = 70_000  # largest size of one dim of an example
 _LONGEST = 2048  # the same for ids, times and masks: comparing all with each other grows by the square
+MASKS = ("bool", "nowhere", "ones")
 _HOLD = ("list", "dict", "record")
 _Drawn = Callable[[Draw, tuple[int, ...], int, Mapping[str, int]], torch.Tensor]
 _DRAWN: dict[str, _Drawn] = {

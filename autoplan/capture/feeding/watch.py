@@ -108,6 +108,8 @@ class Watch(TorchFunctionMode):
             result = func(*args, **kwargs)
         except Exception:  # recorded, and raised again
             self.failed = FailedCall(func, tuple(args), dict(kwargs))
+            if func is F.multi_head_attention_forward and _attention(self.failed).kind == "bool":  # the query fits
+                self.steps.add((*_caller(), "key_padding_mask"))
             raise
         if any(tensor.numel() > _LARGEST for _, tensor in flatten_tensors(result)):
             raise MemoryError(f"{name} makes a tensor of more than {_LARGEST:,} numbers")
@@ -176,8 +178,8 @@ def outside_torch(filename: str) -> bool:
 
 @dataclass(frozen=True)
 class Demand:
-    """Requirement on a tensor: ids below a number, or floats, of one of these ranks, with sizes at some dims (from the
-    end if negative). `spatial`: how many spatial dims follow the channels."""
+    """Requirement on a tensor: ids below a number, floats, or a mask, of one of these ranks, with sizes at some dims
+    (from the end if negative). `spatial`: how many spatial dims follow the channels."""
 
     tensor: Any
     kind: str
@@ -238,7 +240,10 @@ def _channels(position: int, name: str) -> Callable[[FailedCall], Demand | None]
 
 
 def _attention(call: FailedCall) -> Demand:
-    return Demand(call.get(0, "query"), "float", (3, 2), ((-1, call.get(3, "embed_dim_to_check")),))
+    query, width, padding = call.get(0, "query"), call.get(3, "embed_dim_to_check"), call.get(14, "key_padding_mask")
+    if isinstance(padding, torch.Tensor) and query.shape[-1] == width:
+        return Demand(padding, "bool", (), ((-1, call.get(1, "key").shape[0]),))
+    return Demand(query, "float", (3, 2), ((-1, width),))
 
 
 _READERS: dict[Any, Callable[[FailedCall], Demand | None]] = {
