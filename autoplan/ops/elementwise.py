@@ -141,10 +141,12 @@ def asks(_: Site) -> Answer:
 op("_local_scalar_dense", **INDEPENDENT, tells=True)(unknown)
 
 
-def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "sizes", "all"]:
+def literals_say(
+    name: str,
+) -> Literal["nothing", "elementwise", "function", "numbers", "pieces", "rows", "sizes", "all"]:
     """Return which literals of a call affect its result on a shard. Elementwise ops behave alike for any number; rates
     are tried in both modes. "pieces": the first number is the number or the length of the pieces, and a dim may
-    follow. "sizes": all, which are sizes."""
+    follow. "sizes": all, which are sizes. "rows": all, and none of them is a dim."""
     record = call_record(name)
     if record.sizes == SHAPE:
         return "sizes"
@@ -154,4 +156,6 @@ def literals_say(name: str) -> Literal["nothing", "elementwise", "function", "nu
         if record.linear is not Linear.NO:
             return "nothing"
         return "elementwise" if record.random.when == "never" else "function"
+    if op_record(record.becomes or name).drawn is Drawn.LOOKUP:
+        return "rows"
     return "numbers" if record.random.when == "rate" else "all"

@@ -43,7 +43,7 @@ def form_of(literals_say: Callable[[str], str], function: Any, args: Any, kwargs
         dim_arguments = [*args[2:3], *(kwargs[key] for key in kwargs if key == "dim")]
         dims = [word for value in dim_arguments for word in _words(value)]
         return _written(name, words, dims or ["0"])
-    return _written(name, words, words)
+    return _written(name, words, [] if answer == "rows" else words)
 
 
 def without_length(form: str, is_length: Callable[[], bool]) -> str:

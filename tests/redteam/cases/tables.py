@@ -280,3 +280,16 @@ class SoftTrees(nn.Module):
         s = s[:, :, None]
         p = (self.bits.to(x.dtype) * s + (1 - self.bits.to(x.dtype)) * (1 - s)).prod(-1)
         return torch.einsum("btl,tlo->bo", p, self.leaves)
+
+
+@case(call(ids(2, 6)), tp=(2, 4))
+class PaddingOfAnyRank(nn.Module):
+    """Nothing says how many dims the ids have; gradients of rows are scaled by how often an id comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(32, 16, padding_idx=3, scale_grad_by_freq=True)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 32)
+
+    def forward(self, numbers):
+        return self.down(torch.tanh(self.up(self.table(numbers))))
