@@ -41,7 +41,7 @@ _SHOWN = 8  # tries that a message lists
 class Recipe:
     """Example arguments, also in other sizes, and how they were derived. `training`: with the arguments that make
     forward compute its loss, if it takes them. `dims`: with another number of dims. `masked`: with optional masks.
-    `full`: with as many positions as a buffer has, if it then takes another path."""
+    `full`: with as many positions as a mask or a table has, if it then takes another path."""
 
     state: State
     other: State | None

@@ -312,6 +312,15 @@ def first_layer_wants(model: nn.Module) -> Iterator[Want]:
         yield from () if seen else (Want("float", (_B, _L, width)), Want("float", (_B, width)))
 
 
+def lengths_of(model: nn.Module) -> Iterator[int]:
+    """Yield sizes that may be lengths of sequences: of masks and other buffers, then of tables that are no layer's."""
+    tables = [buffer for buffer in model.buffers() if buffer.dim() > 1]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or not type(module).__module__.startswith("torch."):
+            tables += (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
+    yield from dict.fromkeys(size for table in tables for size in table.shape)
+
+
 def _of_layer(module: nn.Module) -> tuple[Want, ...] | None:
     if isinstance(module, nn.Embedding):
         return (Want("ids", (_B, _L), module.num_embeddings),)

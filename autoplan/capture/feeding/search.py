@@ -21,7 +21,7 @@ from torch import nn
 
 from autoplan.capture.called import has_training_paths, in_training
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
-from autoplan.capture.feeding.arguments import Arguments
+from autoplan.capture.feeding.arguments import Arguments, lengths_of
 from autoplan.capture.feeding.failure import Failure, NotFiniteError, NothingRead, Step
 from autoplan.capture.feeding.resize import alike_or_longer, of_rank, of_vectors, sizes_vary
 from autoplan.capture.feeding.together import MOST_PARTS, longer
@@ -48,7 +48,7 @@ _TARGETS = 6  # tries for targets
 _MOST_RANKS = 12  # tries for calls with a dim more or less, of which one runs in training
 _MOST_DIMS, _MOST_MASKS = 4, 6  # tries for the same call with other dims, and for a mask
 _MOST_VARYING = 32  # tries for a call whose sizes may change
-_MOST_FULL, _LONGEST = 3, 512  # tries for sizes of buffers, and the longest of these
+_MOST_FULL, _LONGEST = 4, 512  # tries for sizes of tables, and the longest of these
 _WORTH = 0.001  # share of unread weights below which no further argument is added
 
 
@@ -135,14 +135,13 @@ class Search:
         return None
 
     def at_full_length(self, state: State) -> State | None:
-        """Return the call with as many positions as a buffer has (a mask, a table), if it then takes another path."""
-        sizes = dict.fromkeys(size for buffer in self.model.buffers() if buffer.dim() > 1 for size in buffer.shape)
-        fit = [size for size in sizes if 2 < size <= _LONGEST and size != state.sizes["length"]]
+        """Return the call with as many positions as a mask or a table has, if it then takes another path."""
+        fit = [size for size in lengths_of(self.model) if 2 < size <= _LONGEST and size != state.sizes["length"]]
         with untouched_randomness(self.seed), quiet():
             steps = None if self._try(state, "again").failed or not fit else self._last.steps
             for size in fit[:_MOST_FULL] if any("length" in leaf.shape for _, leaf in state.leaves()) else ():
                 full = state.with_size("length", size)
-                fails = full.elements() > _MOST_ELEMENTS or self._try(full, "as long as a buffer").failed
+                fails = full.elements() > _MOST_ELEMENTS or self._try(full, "as long as a table").failed
                 if not fails and steps is not None and self._last.steps != steps:
                     return full
         return None

@@ -31,7 +31,7 @@ from autoplan.check.verify.subject import (
     tensors_in,
     unchanged,
 )
-from autoplan.common.code.ways import uncompared
+from autoplan.common.code.ways import has_own_code, uncompared
 from autoplan.common.conventions import conventions
 from autoplan.common.torch_internals import DROPOUTS
 from autoplan.hf.driving import attention_switched, decoded, generative_feed, has_attentions, lacks, other_attention
@@ -327,8 +327,11 @@ def _no_cache(subject: Subject) -> str:
 
 
 def _trains_alike(subject: Subject) -> str:
-    """Return why training mode need not be checked: no training-only code, and equal outputs and buffers; else ""."""
-    if has_training_paths(subject.model):
+    """Return why training mode need not be checked: no training-only code, and equal outputs and buffers; else "".
+
+    Code that only reads the mode (a rate of zero) takes a way of its own, which the path guard would refuse.
+    """
+    if has_training_paths(subject.model) or (has_own_code(subject.model) and reads(subject.model, "training")):
         return ""
     runs: list[list[torch.Tensor]] = []
     for mode in (False, True):

@@ -61,6 +61,27 @@ class AsksInputForGrad(Mlp):
         return x + self.down(h)
 
 
+@case(call(X), TRAIN)
+class RateOfZero(Attention):
+    """Reads the mode where it computes with parts; a rate of zero makes it compute the same."""
+
+    rate = 0.0
+
+    def scores(self, x):
+        return F.dropout(super().scores(x), self.rate if self.training else 0.0)
+
+
+@case(call(X), TRAIN)
+class NothingInTraining(Mlp):
+    keep = 0.0
+
+    def forward(self, x):
+        h = self.inner(x)
+        if self.training and self.keep:
+            h = h * (torch.rand(h.shape[:1]) >= self.keep)[:, None, None]
+        return x + self.down(h)
+
+
 @case(call(X), TRAIN, allowed=HOSTILE)
 class AuxiliaryLossInTraining(nn.Module):
     def __init__(self):
