@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,7 +136,10 @@ def choose(
     asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
     import autoplan
     from autoplan.emit.tables.estimate_table import against_view, choice_view, row_to_dict, row_view
+    from autoplan.forecast.asked import mesh_sizes
 
+    if like is not None and (ranks := prod(size for _, size in mesh_sizes(like, priced=("pp",)))) != gpus:
+        raise AutoplanError(f"--like {like} has {ranks} ranks, for {gpus} GPUs", hint="pass a mesh of all GPUs")
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
         choice = autoplan.choose(**asked)
     if row is not None and row > len(choice.rows):

@@ -50,7 +50,7 @@ def test_right_sharding_is_exact(engine) -> None:
     assert advice.level == "warn" and "clip_grad_norm_" in advice.hint
     assert set(report.gradients) == {name for name, _ in toy().named_parameters()}
     assert max(report.gradients.values()) < 1e-12 and report.forward < 1e-12
-    absent = {"attention", "cache", "training", "inputs", "other_dims"}
+    absent = {"attention", "cache", "inputs", "other_dims"}
     assert set(report.details["checked"]) == set(CHECK_NAMES) - absent
     assert set(report.details["not_checked"]) == absent
     assert report.details["collectives"] == {"forward": {"all_reduce": 1}, "backward": {"all_reduce": 2}}

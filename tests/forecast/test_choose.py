@@ -177,6 +177,11 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert ran.exit_code == 0 and "reduce-scatter" in ran.stdout
 
 
+def test_a_mesh_of_other_gpus_is_refused_before_any_is_priced() -> None:
+    ran = CliRunner().invoke(app, ["choose", "llama", "--gpus", "8", "--like", "dp_shard=3,tp=2"])
+    assert isinstance(ran.exception, autoplan.AutoplanError) and "has 6 ranks, for 8 GPUs" in ran.exception.message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("train", "said"), [("full", "step 1 loss"), ("inference", "step 1: (1, 32)")])
 def test_the_script_runs(tmp_path: Path, train: str, said: str) -> None:

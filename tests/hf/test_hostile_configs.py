@@ -27,7 +27,7 @@ GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_head": 4,
 CASES: dict[str, tuple[Any, str]] = {
     "a list": ([], "holds a list"),
     "a type that is a list": ({**LLAMA, "model_type": ["llama"]}, "model_type must be text"),
-    "no type": ({"hidden_size": 3}, "model_type None"),
+    "no type": ({"hidden_size": 3}, "names no model_type"),
     "classes in a mapping": ({**LLAMA, "architectures": {"x": "LlamaForCausalLM"}}, "architectures must be a list"),
     "a class that is a number": ({**LLAMA, "architectures": [3]}, r"architectures\[0\]"),
     "a negative width": ({**LLAMA, "hidden_size": -32}, "hidden_size is -32"),

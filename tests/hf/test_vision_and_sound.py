@@ -166,7 +166,7 @@ class FoldingLonger(Folding):
 
     def __init__(self) -> None:
         super().__init__(41)
-        self.table = nn.Embedding(30, 8)
+        self.table = nn.Embedding(600, 8)  # of more rows than sequences are tried with
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         stream = self.table(input_ids)

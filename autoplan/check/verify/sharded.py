@@ -100,7 +100,7 @@ def check_sharding(
     whole = [tensors for seen in reference.values() for group, tensors in seen.items() if group.gradient]
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
-        findings=tuple(findings),
+        findings=tuple(dict.fromkeys(findings)),  # two checks may show the same
         gradients=gradients,
         forward=forward,
         tp_size=tp_size,
