@@ -113,9 +113,7 @@ class Held:
         if not self.has_spare_room or piece.size(self.dim or 0) == self.room[0]:
             return piece
         assert self.dim is not None
-        sizes = list(piece.shape)
-        sizes[self.dim] = self.room[0]
-        wide = piece.new_zeros(sizes)
+        wide = piece.new_zeros([self.room[0] if dim == self.dim else n for dim, n in enumerate(piece.shape)])
         wide.narrow(self.dim, 0, piece.size(self.dim)).copy_(piece)
         return wide
 
@@ -179,8 +177,7 @@ class Reading:
     """The reading state of one model: whether its code is running (`inside`), so that parameters read as local tensors.
     `guard`: is notified of each outermost call of a module (a `PathGuard`). `new_forward`: whether a library replaced
     the forward of the called module. `summed`: records of modules that read parameters whose gradients are summed
-    together at the end.
-    `gathered`: what FSDP2 left gathered after a forward, with the parameters that it shards (gradients.py)."""
+    together at the end. `gathered`: what FSDP2 left gathered after a forward, with its parameters (gradients.py)."""
 
     inside: bool = False
     guard: Any = None
@@ -292,20 +289,20 @@ def sum_together(module: nn.Module, reading: Reading, view: Callable[[nn.Paramet
         return
     views: dict[int, torch.Tensor] = {}
     readers: list[tuple[ModuleRecord, str, torch.Tensor]] = []
-    groups = set[RankGroup]()
     for inner in module.modules():
-        record = record_of(inner)
-        for name, parameter in own_parameters(inner).items() if record is not None else ():
-            held = record.parameters.get(name) if record is not None else None
-            if record is None or parameter is None or not parameter.requires_grad or held is None or held.read is None:
+        if (record := record_of(inner)) is None:
+            continue
+        for name, parameter in own_parameters(inner).items():
+            held = record.parameters.get(name)
+            if parameter is None or not parameter.requires_grad or held is None or held.read is None:
                 continue
             if held.is_summed:
                 readers.append((record, name, parameter))
-                groups.add(held.read.group)
+                group = held.read.group
                 if id(parameter) not in views:  # tied ones are read as one
                     views[id(parameter)] = view(parameter, held)
     if views:
-        copies = dict(zip(views, _CopyAll.apply(groups.pop(), *views.values()), strict=True))
+        copies = dict(zip(views, _CopyAll.apply(group, *views.values()), strict=True))
         reading.summed = [record for record, _, _ in readers]
         for record, name, parameter in readers:
             record.summed[name] = parameter, copies[id(parameter)]
@@ -313,14 +310,13 @@ def sum_together(module: nn.Module, reading: Reading, view: Callable[[nn.Paramet
 
 def is_made_of_summed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor was made of what code reads of parameters whose gradients are summed at the end."""
-    waiting, seen = [tensor.grad_fn], set[Any]()
-    while waiting:
-        if (node := waiting.pop()) is None or node in seen:
-            continue
-        if node.name() == f"{_CopyAll.__name__}Backward":
-            return True
-        seen.add(node)
-        waiting += [above for above, _ in node.next_functions]
+    nodes, seen = [tensor.grad_fn], set[Any]()
+    for node in nodes:  # they grow
+        if node is not None and node not in seen:
+            if node.name() == f"{_CopyAll.__name__}Backward":
+                return True
+            seen.add(node)
+            nodes += [above for above, _ in node.next_functions]
     return False
 
 
