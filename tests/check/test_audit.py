@@ -322,9 +322,11 @@ def test_an_empty_plan_shards_nothing() -> None:
 
 
 def test_a_plan_of_another_model_is_rejected() -> None:
-    report = audited({f"encoder.{key}": style for key, style in GOOD.items()})
+    report = audited({"blocks.*.query": "colwise", "blocks.*.output": "rowwise"})
     (found,) = [finding for finding in report.findings if finding.check == "coverage"]
     assert not report.ok and "no row matches the model" in found.message
+    whole = audited({"layers.*.attn.q_proj": "replicate", "layers.*.attn.*": "replicate", "encoder.x": "colwise"})
+    assert whole.ok and not [finding for finding in whole.findings if "no row matches" in finding.message]
     some = audited({"encoder.layers.0.x": "colwise", **GOOD})
     assert some.ok and "dead-keys" in [finding.check for finding in some.findings]
 
