@@ -42,7 +42,7 @@ from autoplan.execute.vocabulary.logprobs import (
     vocab_parallel_logprobs as vocab_parallel_logprobs,
     vocab_parallel_logprobs_from_hidden as vocab_parallel_logprobs_from_hidden,
 )
-from autoplan.execute.vocabulary.own_batch import shard_batch as shard_batch
+from autoplan.execute.vocabulary.own_positions import shard_batch as shard_batch
 from autoplan.execute.vocabulary.sampling import (
     TopLogits as TopLogits,
     vocab_parallel_argmax as vocab_parallel_argmax,

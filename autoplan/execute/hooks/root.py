@@ -217,7 +217,7 @@ class Root(Hooks):
         with one, and fails where only the loss has a backward: there they are detached."""
         if torch.compiler.is_compiling() and not self.running.returns_whole_logits:
             local = local.detach()
-        return self._leaving(local, kind.dim_from_end, kind.vocabulary)
+        return self._leaving(local, kind.dim_from_end, kind.full_size)
 
     def _leaving(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         if self.running.returns_whole_logits:

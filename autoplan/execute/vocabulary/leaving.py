@@ -78,7 +78,7 @@ class LeavingLogits(DTensor):
                 with DisableTorchFunctionSubclass():
                     return func(*_spread(args, mesh), **_spread(kwargs, mesh))
             result = func(*_opened(args), **_opened(kwargs))
-            return columns_in(result, lambda local, kind: leaving(local, mesh, kind.dim_from_end, kind.vocabulary))
+            return columns_in(result, lambda local, kind: leaving(local, mesh, kind.dim_from_end, kind.full_size))
         try:
             with DisableTorchFunctionSubclass():
                 if func is _T.__deepcopy__:
