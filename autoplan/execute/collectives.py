@@ -17,10 +17,10 @@ every later in-place op on the result an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from autoplan.common.torch_internals import (
     unwrapped,
 )
 
+How = ParamSpec("How")
 _FEW_RUNS = 32  # more runs than that are selected by an index
 _FEW_OPS = 16  # between a value and its reader
 _NAMED = collectives_by_name
@@ -150,6 +151,25 @@ class Recorded(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 
 
+Linear: TypeAlias = Callable[Concatenate[torch.Tensor, How], torch.Tensor]
+_Rows: TypeAlias = tuple[Sequence[int], ...]  # of each rank
+
+
+def linear(name: str, forth: Callable[..., torch.Tensor], back: Callable[..., torch.Tensor]) -> Any:
+    """Return the linear function `forth(x, *how)` as one that autograd records; in a graph its node has this name.
+    `back(gradient, shape of x, *how)` is its backward, which must be recorded too."""
+
+    def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
+        ctx.shape, ctx.how = x.shape, how
+        return forth(x, *how)
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return back(gradient, ctx.shape, *ctx.how), *[None] * len(ctx.how)
+
+    made: Any = type(name, (Recorded,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    return lambda x, *how: made.apply(x, *how)
+
+
 def recorded_again() -> bool:
     """Return whether the running backward will itself be differentiated."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -186,30 +206,15 @@ class _Sum(Recorded):
         return _Copy.apply(gradient, ctx.group) if recorded_again() else gradient, None
 
 
-class _Gather(Recorded):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
-        ctx.how = group, dim, rows
-        whole = all_gather_rows(x, group, dim, [len(row) for row in rows])
-        order = None if isinstance(rows[0], range) else whole_order(rows)
-        return take_rows(whole, dim, order) if order is not None else _writable(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _TakeHeld.apply(gradient, *ctx.how), None, None, None
+def _gathered(x: torch.Tensor, group: RankGroup, dim: int, rows: _Rows) -> torch.Tensor:
+    whole = all_gather_rows(x, group, dim, [len(row) for row in rows])
+    order = None if isinstance(rows[0], range) else whole_order(rows)
+    return take_rows(whole, dim, order) if order is not None else _writable(whole)
 
 
-class _TakeHeld(Recorded):
-    """Take this rank's rows of a global tensor; its backward is `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
-        ctx.how = group, dim, rows
-        return take_rows(whole, dim, rows[group.rank])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Gather.apply(gradient, *ctx.how), None, None, None
+def _held(whole: torch.Tensor, group: RankGroup, dim: int, rows: _Rows) -> torch.Tensor:
+    """Take this rank's rows of a global tensor."""
+    return take_rows(whole, dim, rows[group.rank])
 
 
 def _writable(whole: torch.Tensor) -> torch.Tensor:
@@ -239,6 +244,12 @@ class _Part(Recorded):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _Scale.apply(gradient, *ctx.saved_tensors), None
+
+
+_gather: Linear[[RankGroup, int, _Rows]]
+_take_held: Linear[[RankGroup, int, _Rows]]
+_gather = linear("Gather", _gathered, lambda gradient, _, *how: _take_held(gradient, *how))
+_take_held = linear("TakeHeld", _held, lambda gradient, _, *how: _gather(gradient, *how))
 
 
 def copy_to_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
@@ -283,7 +294,7 @@ def gather_over_ranks(x: torch.Tensor, group: Ranks, dim: int, rows: Sequence[Se
     if group.size == 1:
         return x
     pieces = all(isinstance(row, range) for row in rows)  # in order, and perhaps too many rows to list them
-    return _Gather.apply(x, group, dim, tuple(row if pieces else tuple(row) for row in rows))
+    return _gather(x, group, dim, tuple(row if pieces else tuple(row) for row in rows))
 
 
 def gather_pieces(x: torch.Tensor, group: Ranks, dim: int, size: int) -> torch.Tensor:

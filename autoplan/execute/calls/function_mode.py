@@ -29,7 +29,7 @@ from autoplan.common.torch_internals import own_parameters
 from autoplan.execute.collectives import copy_to_ranks, take_rows
 from autoplan.execute.executors import At, execute, other_branch
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.hooks.exchange import positions_of_a_rank
+from autoplan.execute.hooks.sequence import positions_of_a_rank
 from autoplan.execute.parameters.held import memory_of, record_of
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Alone, Hold, Place, hold

@@ -21,11 +21,17 @@ from torch.nn.attention.bias import causal_lower_right
 from autoplan.common.conventions import conventions
 from autoplan.common.nested import change_at, change_input
 from autoplan.common.torch_internals import is_fake, outside_of_modes
-from autoplan.execute.collectives import RankGroup, Recorded, take_rows
+from autoplan.execute.collectives import Linear, RankGroup, linear, take_rows
 from autoplan.execute.executors import Around, At, executes, other_branch, runs
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.hooks.exchange import exchanged, pad, positions_of_a_rank
-from autoplan.execute.hooks.sequence import SequenceShard, gather_sum, mark_shard
+from autoplan.execute.hooks.sequence import (
+    SequenceShard,
+    exchanged,
+    gather_sum,
+    mark_shard,
+    pad,
+    positions_of_a_rank,
+)
 from autoplan.ops import call_record
 from autoplan.values import AttendAcross, Halo
 
@@ -57,34 +63,26 @@ def _passed(parts: tuple[torch.Tensor, torch.Tensor], received: tuple[int, int],
     return flat.view(sum(received), *rest).split(received)
 
 
-class _WithOthers(Recorded):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, around: _Around, group: RankGroup) -> torch.Tensor:
-        ctx.how = dim, around, x.size(dim), group
-        rows = x.movedim(dim, 0)[: around.own]
-        parts = rows[: around.sent[0]], rows[len(rows) - around.sent[1] :]
-        front, back = _passed(parts, around.received, group)
-        return torch.cat([front, rows, back]).movedim(0, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Returned.apply(gradient, *ctx.how), None, None, None
+def _with_others(x: torch.Tensor, dim: int, around: _Around, group: RankGroup) -> torch.Tensor:
+    rows = x.movedim(dim, 0)[: around.own]
+    parts = rows[: around.sent[0]], rows[len(rows) - around.sent[1] :]
+    front, back = _passed(parts, around.received, group)
+    return torch.cat([front, rows, back]).movedim(0, dim).contiguous()
 
 
-class _Returned(Recorded):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, around: _Around, piece: int, group: RankGroup) -> torch.Tensor:
-        ctx.how = dim, around, group
-        front, own, back = x.movedim(dim, 0).split((around.received[0], around.own, around.received[1]))
-        of_first, of_last = _passed((front, back), around.sent, group)
-        own = pad(own, piece, False).clone()
-        own[: around.sent[0]] += of_first
-        own[around.own - around.sent[1] : around.own] += of_last
-        return own.movedim(0, dim).contiguous()
+def _returned(x: torch.Tensor, dim: int, around: _Around, piece: int, group: RankGroup) -> torch.Tensor:
+    front, own, back = x.movedim(dim, 0).split((around.received[0], around.own, around.received[1]))
+    of_first, of_last = _passed((front, back), around.sent, group)
+    own = pad(own, piece, False).clone()
+    own[: around.sent[0]] += of_first
+    own[around.own - around.sent[1] : around.own] += of_last
+    return own.movedim(0, dim).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _WithOthers.apply(gradient, *ctx.how), None, None, None, None
+
+with_others: Linear[[int, _Around, RankGroup]]
+returned: Linear[[int, _Around, int, RankGroup]]
+with_others = linear("WithOthers", _with_others, lambda x, shape, d, a, group: returned(x, d, a, shape[d], group))
+returned = linear("Returned", _returned, lambda x, _, d, around, piece, group: with_others(x, d, around, group))
 
 
 @executes(Halo)
@@ -109,7 +107,7 @@ def _halo(planned: Halo, at: At) -> Around:
         places.append((group.rank * piece, piece) if whole else (around.received[0], around.own))
 
         def take(x: torch.Tensor) -> torch.Tensor:
-            return marked(gather_sum(x, dim, length, group) if whole else _WithOthers.apply(x, dim, around, group))
+            return marked(gather_sum(x, dim, length, group) if whole else with_others(x, dim, around, group))
 
         return change_input(args, kwargs, names, planned.path, take, at.where)
 

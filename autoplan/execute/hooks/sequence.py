@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,18 @@ from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.torch_internals import collectives_by_name
-from autoplan.execute.collectives import RankGroup, Recorded, copy_to_ranks, sent, sum_over_ranks
+from autoplan.execute.collectives import (
+    Linear,
+    RankGroup,
+    copy_to_ranks,
+    index_of,
+    linear,
+    sent,
+    sum_over_ranks,
+    take_rows,
+    whole_order,
+)
 from autoplan.execute.executors import At, Running, executes, runs
-from autoplan.execute.hooks.exchange import ToPieces, ToPositions, pad, positions_of_a_rank
 from autoplan.execute.vocabulary.own_positions import OwnStream, leave_positions, own_of, own_stream
 from autoplan.values import (
     AllGatherPicked,
@@ -82,77 +92,142 @@ def shards_in(output: Any) -> list[tuple[tuple[Any, ...], SequenceShard]]:
 _NAMED = collectives_by_name
 
 
-class _Scatter(Recorded):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
-        ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
-        ctx.deals_out = True
-        rows = x.movedim(dim, 0)
-        piece = positions_of_a_rank(rows.size(0), group)
-        own = pad(rows, piece * group.size, values).narrow(0, group.rank * piece, piece)
-        return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gather_whole(gradient, ctx.dim, ctx.length, ctx.group), None, None, None
+def positions_of_a_rank(length: int, group: RankGroup) -> int:
+    """Return how many positions each rank has."""
+    return -(-length // group.size)
 
 
-class _GatherWhole(Recorded):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        rows = x.movedim(dim, 0).contiguous()
-        whole = sent(_NAMED.all_gather_into_tensor, rows, group.size, group.name)
-        return whole.narrow(0, 0, length).movedim(0, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Scatter.apply(gradient, ctx.dim, ctx.group, False), None, None, None
+def pad(rows: torch.Tensor, length: int, values: bool) -> torch.Tensor:
+    """Pad rows (dim 0) to `length`: gradients with zeros, `values` with the last row, since a model's result for zeros
+    may have no gradient (a root of their squares)."""
+    missing = length - rows.size(0)
+    if missing == 0:
+        return rows
+    more = rows[-1:].expand(missing, *rows.shape[1:]) if values else rows.new_zeros(missing, *rows.shape[1:])
+    return torch.cat([rows, more])
 
 
-class _GatherSum(_GatherWhole):
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ReduceScatter.apply(gradient, ctx.dim, ctx.group, False), None, None, None
+def own_rows(x: torch.Tensor, dim: int, group: RankGroup, values: bool = True) -> torch.Tensor:
+    """Return this rank's rows, as a view where it needs no padding."""
+    rows = x.movedim(dim, 0)
+    piece = positions_of_a_rank(rows.size(0), group)
+    return pad(rows, piece * group.size, values).narrow(0, group.rank * piece, piece).movedim(0, dim)
 
 
-class _ReduceScatter(Recorded):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
-        ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
-        rows = x.movedim(dim, 0)
-        padded = pad(rows, positions_of_a_rank(rows.size(0), group) * group.size, values).contiguous()
-        own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
-        return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gather_sum(gradient, ctx.dim, ctx.length, ctx.group), None, None, None
+def _cut(x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
+    return own_rows(x, dim, group, values).clone(memory_format=torch.contiguous_format)
 
 
-def scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    """Return this rank's positions of a replicated value."""
-    return _Scatter.apply(x, dim, group, True)
+def _gathered(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
+    rows = x.movedim(dim, 0).contiguous()
+    whole = sent(_NAMED.all_gather_into_tensor, rows, group.size, group.name)
+    return whole.narrow(0, 0, length).movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def gather_whole(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-    """Return all positions, for readers that every rank runs alike."""
-    return _GatherWhole.apply(x, dim, length, group)
+def _summed(x: torch.Tensor, dim: int, group: RankGroup, values: bool) -> torch.Tensor:
+    rows = x.movedim(dim, 0)
+    padded = pad(rows, positions_of_a_rank(rows.size(0), group) * group.size, values).contiguous()
+    own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
+    return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def gather_sum(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-    """Return all positions, for readers of which each rank runs a part."""
-    return _GatherSum.apply(x, dim, length, group)
-
-
-def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    """Return this rank's positions of a sum over ranks."""
-    return _ReduceScatter.apply(x, dim, group, True)
+scatter: Linear[[int, RankGroup, bool]]  # of a dim; whether the rows are values, or gradients
+gather_whole: Linear[[int, int, RankGroup]]  # of a dim and its full length
+gather_sum: Linear[[int, int, RankGroup]]
+reduce_scatter: Linear[[int, RankGroup, bool]]
+scatter = linear("Scatter", _cut, lambda x, shape, dim, group, _: gather_whole(x, dim, shape[dim], group))
+gather_whole = linear("GatherWhole", _gathered, lambda x, _, dim, length, group: scatter(x, dim, group, False))
+gather_sum = linear("GatherSum", _gathered, lambda x, _, dim, length, group: reduce_scatter(x, dim, group, False))
+reduce_scatter = linear("ReduceScatter", _summed, lambda x, shape, dim, group, _: gather_sum(x, dim, shape[dim], group))
 
 
 def deals_out(node: Any) -> bool:
     """Return whether a node of the autograd graph is that of a `scatter`."""
-    return getattr(node, "deals_out", False)  # the context of a Function is its node
+    return node.name() == "ScatterBackward"
+
+
+# The all-to-all of context parallelism, which exchanges positions for pieces of another dim.
+#
+#     to_pieces      own positions of all pieces            backward: to_positions, added where several ranks hold one
+#                    → all positions of own pieces
+#     to_positions   the reverse                            backward: to_pieces
+
+Rows = tuple[tuple[int, ...], ...]  # of each rank's piece
+
+
+@lru_cache(maxsize=256)
+def holders(rows: Rows) -> int:
+    """Return how many neighbours hold each piece, where pieces are equally long and in order; 0 where they are not.
+
+    >>> holders(((0, 1), (2, 3))), holders(((0,), (0,), (1,), (1,))), holders(((0, 2), (1, 3)))
+    (1, 2, 0)
+    """
+    same = next((n for n, of_rank in enumerate(rows) if of_rank != rows[0]), len(rows))
+    count = len(rows[0])
+    even = all(of_rank == tuple(range(n // same * count, (n // same + 1) * count)) for n, of_rank in enumerate(rows))
+    return same if even and len(rows) % same == 0 else 0
+
+
+def exchanged(flat: torch.Tensor, received: list[int], sent_sizes: list[int], group: RankGroup) -> torch.Tensor:
+    """Send a part of `flat` to each rank, and return what was received from each, in the order of ranks."""
+    return sent(_NAMED.all_to_all_single, flat, received, sent_sizes, group.name)
+
+
+def _by_rank(own: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the rows (dim 1) of each rank one after the other, flat."""
+    same = holders(rows)
+    if not same or own.size(1) * same != len(rows) * len(rows[0]):
+        return torch.cat([take_rows(own, 1, of_rank).flatten() for of_rank in rows])
+    pieces = own.unflatten(1, (len(rows) // same, len(rows[0]))).movedim(1, 0)
+    return pieces.unsqueeze(1).expand(-1, same, *pieces.shape[1:]).reshape(-1)
+
+
+def _together(flat: torch.Tensor, rows: Rows, width: int, shape: tuple[int, torch.Size]) -> torch.Tensor:
+    """Return all rows (dim 1) of what came from each rank, the sum where several ranks hold one. `shape`: positions,
+    and what follows the rows."""
+    (piece, rest), same = shape, holders(rows)
+    if same and width * same == len(rows) * len(rows[0]):
+        parts = flat.view(len(rows) // same, same, piece, len(rows[0]), *rest)
+        return (parts.sum(1) if same > 1 else parts.squeeze(1)).movedim(0, 1).flatten(1, 2)
+    sizes = [piece * len(of_rank) * rest.numel() for of_rank in rows]
+    received = [part.view(piece, len(of_rank), *rest) for part, of_rank in zip(flat.split(sizes), rows, strict=True)]
+    if sum(map(len, rows)) == width:
+        order, whole = whole_order(rows), torch.cat(received, 1)
+        return whole if order is None else take_rows(whole, 1, order)
+    whole = flat.new_zeros(piece, width, *rest)
+    for part, of_rank in zip(received, rows, strict=True):
+        whole.index_add_(1, index_of(of_rank, flat.device), part)
+    return whole
+
+
+def _pieces(x: torch.Tensor, dims: tuple[int, int], length: int, group: RankGroup, rows: Rows) -> torch.Tensor:
+    own = x.movedim(dims, (0, 1))  # positions, pieces, the rest
+    mine, rest = rows[group.rank], own.shape[2:]
+    of_a_row = own.size(0) * rest.numel()
+    sizes = [of_a_row * len(mine)] * group.size, [of_a_row * len(of_rank) for of_rank in rows]
+    received = exchanged(_by_rank(own, rows), *sizes, group)
+    whole = received.view(group.size * own.size(0), len(mine), *rest)
+    return whole.narrow(0, 0, length).movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
+
+
+def _positions(
+    x: torch.Tensor, dims: tuple[int, int], width: int, group: RankGroup, rows: Rows, values: bool
+) -> torch.Tensor:
+    pieces = x.movedim(dims, (0, 1))
+    piece, rest = positions_of_a_rank(pieces.size(0), group), pieces.shape[2:]
+    padded = pad(pieces, piece * group.size, values)
+    of_a_row = piece * rest.numel()
+    sizes = [of_a_row * len(of_rank) for of_rank in rows], [of_a_row * pieces.size(1)] * group.size
+    whole = _together(exchanged(padded.reshape(-1), *sizes, group), rows, width, (piece, rest))
+    return whole.movedim((0, 1), dims).clone(memory_format=torch.contiguous_format)
+
+
+to_pieces: Linear[[tuple[int, int], int, RankGroup, Rows]]  # of the dims of positions and of pieces; the length of one
+to_positions: Linear[[tuple[int, int], int, RankGroup, Rows, bool]]  # and the width of the other
+to_pieces = linear("ToPieces", _pieces, lambda x, shape, d, _, g, rows: to_positions(x, d, shape[d[1]], g, rows, False))
+to_positions = linear(
+    "ToPositions", _positions, lambda x, shape, d, _, g, rows, *more: to_pieces(x, d, shape[d[0]], g, rows)
+)
 
 
 # Executors along the sequence: each is one of the moves, with the true length of its sequence.
@@ -174,9 +249,9 @@ def _scatter(planned: ScatterSequence, at: At) -> Change:
                 hint=f"pad it to {-(-length // group.size) * group.size}, or pass sequence_padding='pad'",
             )
         running.lengths[sequence.name] = length
-        return scatter(x, dim, group)
+        return scatter(x, dim, group, True)
 
-    flat = _move(lambda x, dim, length: scatter(x, dim, group), planned, running, of_shards=False)
+    flat = _move(lambda x, dim, length: scatter(x, dim, group, True), planned, running, of_shards=False)
     run = flat if sequence.flattened else cut
     shard = SequenceShard(dim, sequence)
     return lambda x: mark_shard(run(x), shard)
@@ -187,16 +262,13 @@ def _own(planned: OwnPositions, at: At) -> Change:
     """Keep own positions of a sequence and note its true length."""
     running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
 
-    def own(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        rows, piece = x.movedim(dim, 0), positions_of_a_rank(length, group)
-        return pad(rows, piece * group.size, True).narrow(0, group.rank * piece, piece).movedim(0, dim).contiguous()
-
     def cut(x: torch.Tensor) -> torch.Tensor:
         shard = own_of(x)
-        length = running.lengths[sequence.name] = x.size(dim) if shard is None else shard.length
-        return own(x, dim, length) if shard is None else shard.own
+        running.lengths[sequence.name] = x.size(dim) if shard is None else shard.length
+        return own_rows(x, dim, group).contiguous() if shard is None else shard.own
 
-    run = _move(own, planned, running, of_shards=False) if sequence.flattened else cut
+    flat = _move(lambda x, dim, length: own_rows(x, dim, group).contiguous(), planned, running, of_shards=False)
+    run = flat if sequence.flattened else cut
     shard = SequenceShard(dim, sequence)
     return lambda x: mark_shard(run(x), shard)
 
@@ -234,13 +306,13 @@ def _gather_sum(planned: AllGatherSequenceSumGradient, at: At) -> Change:
 def _reduce_scatter(planned: ReduceScatterSequence, at: At) -> Change:
     group, dim = at.group, planned.dim
     if not planned.sequence.flattened:
-        return lambda x: reduce_scatter(x, dim, group)
-    return _move(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shards=False)
+        return lambda x: reduce_scatter(x, dim, group, True)
+    return _move(lambda x, dim, length: reduce_scatter(x, dim, group, True), planned, at.running, of_shards=False)
 
 
 @runs(ReduceScatterCall)
 def _call_to_positions(planned: ReduceScatterCall, at: At, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    return reduce_scatter(func(*args, **kwargs), planned.dim, at.group)
+    return reduce_scatter(func(*args, **kwargs), planned.dim, at.group, True)
 
 
 @runs(CallOverPositions)
@@ -280,8 +352,8 @@ def _exchange(planned: Exchange, at: At) -> Change:
     running, group, dims, layout = at.running, at.group, (planned.dim, planned.feature), Layout.parse(planned.layout)
     rows = layout.rows_of_all(group.size)
     if isinstance(planned, ExchangeToPositions):
-        return lambda x: ToPositions.apply(x, dims, layout.size, group, rows, True)
-    return lambda x: ToPieces.apply(x, dims, running.lengths[planned.sequence.name], group, rows)
+        return lambda x: to_positions(x, dims, layout.size, group, rows, True)
+    return lambda x: to_pieces(x, dims, running.lengths[planned.sequence.name], group, rows)
 
 
 @executes(NoteShard)

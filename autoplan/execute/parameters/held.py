@@ -25,11 +25,13 @@ from torch.distributed.tensor.placement_types import Placement
 from autoplan.common.layout import Layout, chunk
 from autoplan.common.torch_internals import local_part, own_parameters, storage_id
 from autoplan.execute.collectives import (
+    Linear,
     RankGroup,
     Recorded,
     all_reduce,
     copy_rows,
     copy_to_ranks,
+    linear,
     part_of_sum,
     scale_gradient,
     sum_over_ranks,
@@ -368,33 +370,19 @@ def _messages(parts: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
     yield from waiting.values()
 
 
-class SumSharedRows(Recorded):
-    """Identity; the gradient of each row with several holders is summed over them."""
+def _summed_rows(
+    x: torch.Tensor, group: RankGroup, dim: int, positions: tuple[int, ...], places: tuple[int, ...], count: int
+) -> torch.Tensor:
+    """Sum each row with several holders over them."""
+    shape = list(x.shape)
+    shape[dim] = count
+    parts, summed = x.new_zeros(shape), x.clone()
+    copy_rows(parts, places, x, positions, dim)
+    copy_rows(summed, positions, all_reduce(parts, group), places, dim)
+    return summed
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
-        ctx.how = how
-        return x.detach()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _SumRows.apply(gradient, *ctx.how), None, None, None, None, None
-
-
-class _SumRows(Recorded):
-    """Sums each row with several holders over them; its backward is `SumSharedRows`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
-        ctx.how = how
-        group, dim, positions, places, count = how
-        shape = list(x.shape)
-        shape[dim] = count
-        parts, summed = x.new_zeros(shape), x.clone()
-        copy_rows(parts, places, x, positions, dim)
-        copy_rows(summed, positions, all_reduce(parts, group), places, dim)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return SumSharedRows.apply(gradient, *ctx.how), None, None, None, None, None
+_sum_rows = linear("SumRows", _summed_rows, lambda gradient, _, *how: sum_shared_rows(gradient, *how))
+# Identity; the gradient of each row with several holders is summed over them.
+sum_shared_rows: Linear[[RankGroup, int, tuple[int, ...], tuple[int, ...], int]]
+sum_shared_rows = linear("SumSharedRows", lambda x, *_: x.detach(), lambda gradient, _, *how: _sum_rows(gradient, *how))

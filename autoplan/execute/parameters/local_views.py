@@ -50,11 +50,11 @@ from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.execute.parameters.held import (
     Held,
-    SumSharedRows,
     is_local_of,
     is_made_of_summed,
     part_of_whole,
     record_of,
+    sum_shared_rows,
     sum_together,
 )
 from autoplan.execute.parameters.new_forward import has_new_forward, is_read_by_a_new_forward
@@ -103,7 +103,7 @@ def _held_view(parameter: Any, held: Held | None) -> Any:
             local = copy_to_ranks(local, held.group)
         elif held.shared.count:
             shared = held.shared
-            local = SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
+            local = sum_shared_rows(local, held.group, held.dim, shared.positions, shared.places, shared.count)
     return local
 
 
