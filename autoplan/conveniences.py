@@ -55,7 +55,7 @@ def _diff(plan: Plan, other: Plan) -> tuple[Change, ...]:
 
 
 def _to_torch(plan: Plan, *, gather_logits: bool | None) -> dict[str, Any]:
-    from autoplan.execute.styles import to_torch
+    from autoplan.execute.parallelize import to_torch
 
     return dict(to_torch(plan, gather_logits=gather_logits))
 
@@ -97,7 +97,7 @@ def surroundings(plan: Plan, model: Any) -> Surroundings:
 def _part_for(plan: Plan, model: Any) -> Plan:
     from torch import nn
 
-    from autoplan.execute.styles import part_for
+    from autoplan.execute.parallelize import part_for
 
     check_argument("model", model, nn.Module, "pass the stage itself, an nn.Module")
     return part_for(plan, model)

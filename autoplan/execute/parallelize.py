@@ -1,22 +1,31 @@
-"""Apply a plan to a live model: tensor parallelism, then checkpointing, then FSDP2; all of it, or none of it.
-
-The order is fixed: checkpointing must recompute what tensor parallelism added to a block, and FSDP2 must gather and
-free whole blocks, checkpointed ones too.
-"""
+"""Apply a plan to a live model, as one function or as parallel styles of torch; and the part of a plan for a stage."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
+from autoplan.common.errors import PlanMismatchError
 from autoplan.common.options import Options
+from autoplan.common.patterns import grouped, matches, nearest
 from autoplan.execute.agreement import fail_together, meet, same_model, same_plan
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
+from autoplan.execute.fits import model_hash
 from autoplan.execute.parameters.optimizer import mark_parameters
 from autoplan.execute.tensor_parallel import apply_plan, context_of, record, tp_mesh_of
 from autoplan.execute.weights.methods import take_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
-from autoplan.values import Plan
+from autoplan.values import Entry, Plan
+from autoplan.values.plan import digest
+
+# Tensor parallelism, then checkpointing, then FSDP2; all of it, or none of it.
+#
+# The order is fixed: checkpointing must recompute what tensor parallelism added to a block, and FSDP2 must gather and
+# free whole blocks, checkpointed ones too.
 
 
 def shard_model(
@@ -54,3 +63,161 @@ def shard_model(
         mark_parameters(model)
         take_methods(model)
     return model
+
+
+# A plan as styles for torch's own `parallelize_module`.
+#
+# A split is decided for the whole model: reductions sit on other modules than their weights, tied weights have two
+# owners, integers are edited together. So each module's style only marks that the module takes part, and the last one,
+# for the model itself (key ""), applies the plan: same code, same numbers as `autoplan.parallelize`. A dictionary from
+# which entries were removed is refused, because half of a column/row pair is silently wrong.
+
+
+class PlannedModule(ParallelStyle):
+    """A style that marks its module as taking part in the plan. `choices` are its entries: pattern and style."""
+
+    def __init__(self, choices: tuple[tuple[str, str], ...], taken: set[str]) -> None:
+        super().__init__()
+        self.choices, self._taken = choices, taken
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._taken.update(pattern for pattern, _ in self.choices)
+        return module
+
+    def __repr__(self) -> str:
+        return f"PlannedModule({', '.join(dict.fromkeys(style for _, style in self.choices))})"
+
+
+class PlannedModel(ParallelStyle):
+    """A style that applies the plan once every planned module has been named."""
+
+    def __init__(self, plan: Plan, taken: set[str], gather_logits: bool | None) -> None:
+        super().__init__()
+        self.plan, self._taken, self.gather_logits = plan, taken, gather_logits
+        self._used = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self._used:
+            raise PlanMismatchError(
+                "these style objects were already applied to a model, and cannot be reused",
+                hint="call plan.to_torch() once per model: it returns fresh objects each time",
+            )
+        self._used = True
+        missing = [e.pattern for e in self.plan.entries if _module_of(e) and e.pattern not in self._taken]
+        if missing:
+            raise PlanMismatchError(
+                f"{len(missing)} of {len(self.plan.entries)} planned modules were not applied, first {missing[0]!r}",
+                hint="pass the whole dictionary of plan.to_torch() to parallelize_module",
+            )
+        self._taken.clear()
+        mesh = device_mesh if device_mesh.ndim == 1 and device_mesh.size() == self.plan.ranks else None
+        mesh = mesh or tp_mesh_of(device_mesh, self.plan)
+        return module if mesh is None else apply_plan(module, mesh, self.plan, gather_logits=self.gather_logits)
+
+    def __repr__(self) -> str:
+        return f"PlannedModel({self.plan.model}, tp={self.plan.tp_size})"
+
+
+def to_torch(plan: Plan, *, gather_logits: bool | None = None) -> dict[str, ParallelStyle]:
+    """Return fresh {pattern: style} for `parallelize_module(model, tp_mesh, …)`; the last key is ""."""
+    applied: set[str] = set()
+    by_module = grouped((_module_of(entry), entry) for entry in plan.entries)
+    styles: dict[str, ParallelStyle] = {
+        module: PlannedModule(tuple((entry.pattern, entry.style) for entry in entries), applied)
+        for module, entries in by_module.items()
+        if module
+    }
+    styles[""] = PlannedModel(plan, applied, gather_logits)
+    return styles
+
+
+def _module_of(entry: Entry) -> str:
+    """Return the module of an entry; torch only matches modules, so a parameter's entry is named by its owner."""
+    owner, _, name = entry.pattern.rpartition(".")
+    return owner if entry.parameters == (name,) else entry.pattern
+
+
+# The part of a plan that a pipeline stage needs.
+#
+# The problem: a pipeline gives each rank some blocks of a model, and the embedding or the head only to its ends. Such a
+# stage cannot be planned by itself, since its inputs are unknown. The full model can, once, anywhere (on meta), and
+# each stage takes what concerns its own modules. It must be a piece of that model: the plan knows every parameter of
+# the stage under the same name. The remaining plan is then as sound as the full one.
+
+_SHOWN = 3
+
+
+def part_for(plan: Plan, model: nn.Module) -> Plan:
+    """Return the part of `plan` that concerns `model`, a piece of the model that the plan was made for."""
+    tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    packed = tuple(weight for weight in plan.packed if _means(weight.owner, modules))
+    _refuse_strangers(plan, model, tensors)
+    part = within(plan, modules, [*tensors, *buffers, *(weight.name for weight in packed)])
+    if (part.runtime.parameters, part.runtime.instructions) == (plan.runtime.parameters, plan.runtime.instructions):
+        return plan
+    if plan.sequence_parallel:
+        raise PlanMismatchError(
+            f"the plan for {plan.model} shards the sequence of a stream whose ends are not in this stage",
+            hint="plan the whole model with sequence_parallel=False: stages exchange full sequences",
+        )
+    sizes = tuple(size for size in plan.made_for.sizes if _means(size.pattern, [*tensors, *buffers]))
+    made_for = replace(plan.made_for, sizes=sizes)
+    part = replace(
+        part,
+        entries=tuple(e for e in plan.entries if _means(e.pattern, [*modules, *tensors])),
+        replicated=tuple(whole for whole in plan.replicated if _means(whole.fqn, tensors)),
+        runtime=replace(
+            part.runtime,
+            constants=tuple(constant for constant in plan.runtime.constants if _means(constant.pattern, modules)),
+            idle=_within(plan.runtime.idle, modules),
+            outputs=(),  # a stage returns something else
+            shapes=(),
+            unsummed=(),  # its inputs come from another stage, after that stage's reductions
+        ),
+        obstacles=tuple(obstacle for obstacle in plan.obstacles if _means(obstacle.pattern, modules)),
+        packed=packed,
+        paths=(),  # a stage is entered and left elsewhere
+        made_for=made_for,
+    )
+    if plan.made_for.content and digest(plan) == plan.made_for.content:  # else it was edited: it stays suspect
+        part = replace(part, made_for=replace(made_for, content=digest(part), model=model_hash(model)))
+    return part
+
+
+def within(plan: Plan, modules: Sequence[str], tensors: Sequence[str]) -> Plan:
+    """Return the plan without what it does to other modules and tensors than these."""
+    runtime = replace(
+        plan.runtime,
+        parameters=tuple(rule for rule in plan.runtime.parameters if _means(rule.pattern, tensors)),
+        instructions=tuple(done for done in plan.runtime.instructions if _means(done.pattern, modules)),
+        random=_within(plan.runtime.random, modules),
+        random_whole=_within(plan.runtime.random_whole, modules),
+    )
+    layers = (replace(stack, fqns=blocks) for stack in plan.layers if (blocks := _within(stack.fqns, modules)))
+    return replace(plan, runtime=runtime, layers=tuple(layers))
+
+
+def _refuse_strangers(plan: Plan, model: nn.Module, tensors: list[str]) -> None:
+    """Raise where the model holds a parameter that the plan does not know."""
+    planned = [*(rule.pattern for rule in plan.runtime.parameters), *(whole.fqn for whole in plan.replicated)]
+    planned += [f"{weight.owner}.{tensor.name}" for weight in plan.packed for tensor in weight.tensors]
+    strange = [name for name in tensors if not any(matches(pattern, name) for pattern in planned)]
+    if not strange:
+        return
+    close = nearest(strange[0], planned)
+    more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+    raise PlanMismatchError(
+        f"{type(model).__name__} holds {strange[0]}{more}, which the plan for {plan.model} does not include",
+        hint="a stage must keep the names of the whole model (with its block numbers)"
+        + (f"; nearest: {', '.join(close[:_SHOWN])}" if close else ""),
+    )
+
+
+def _means(pattern: str, names: Iterable[str]) -> bool:
+    return any(matches(pattern, name) for name in names)
+
+
+def _within(patterns: tuple[str, ...], modules: Iterable[str]) -> tuple[str, ...]:
+    return tuple(pattern for pattern in patterns if _means(pattern, modules))

@@ -21,11 +21,11 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import matched_by, nearest
 from autoplan.common.torch_internals import flattened, own_parameters
 from autoplan.execute.agreement import APPLIED, Voters, meet
-from autoplan.execute.calls.function_mode import guard_kernels
 from autoplan.execute.collectives import RankGroup, mesh_device
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
+from autoplan.execute.hooks.function_mode import guard_kernels
 from autoplan.execute.hooks.install import ModuleWork, install, keep_order
 from autoplan.execute.hooks.replaced import install_inner_entries, keep_dense, watch_children, watch_no_longer
 from autoplan.execute.hooks.root import Root, can_run_whole, is_at_exit

@@ -26,8 +26,7 @@ from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.torch_internals import FakeTensorMode, own_modules, own_parameters
 from autoplan.execute.data_parallel.mesh_dims import WITH_CONTEXT
 from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
-from autoplan.execute.parallelize import shard_model
-from autoplan.execute.styles import within
+from autoplan.execute.parallelize import shard_model, within
 from autoplan.forecast.recording.record import Marks, local_piece
 from autoplan.forecast.recording.tape import LeftOut
 from autoplan.hf.configs import take_flash_attention

@@ -85,7 +85,7 @@ def _attention_extras(site: Site, scores: Dims) -> list[Dims | None]:
 
 
 python_call("scaled_dot_product_attention", becomes="scaled_dot_product_attention", causal=(5, "is_causal"))
-# Takes its number of heads; a rank does the same on its own heads (`execute/calls/reductions.py`).
+# Takes its number of heads; a rank does the same on its own heads (`execute/hooks/reductions.py`).
 python_call("multi_head_attention_forward", sizes=NO_SIZES, linear=Linear.NO, random=by_rate(10, "dropout_p", 0.0),
             pays=Reduction.ATTENTION)  # fmt: skip
 _ORDER = (

@@ -80,7 +80,7 @@ KERNEL_GUARDS = Patch(
     why="a fused kernel that takes a layer's weight would skip the all-reduce of that layer",
     scope="while a sharded model lives whose code may call the kernel",
     undone="the kernel is restored when the plan is undone or the model is collected",
-    where="autoplan/execute/calls/function_mode.py",
+    where="autoplan/execute/hooks/function_mode.py",
     canary=_stands_in_the_file,
 )
 

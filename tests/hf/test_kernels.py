@@ -19,8 +19,8 @@ from transformers.integrations import hub_kernels
 import autoplan
 from autoplan.check.ranks.common import RankError
 from autoplan.check.ranks.run import run_ranks
-from autoplan.execute.calls.function_mode import guard_kernels
 from autoplan.execute.fits import model_hash
+from autoplan.execute.hooks.function_mode import guard_kernels
 
 WIDTH = 16
 decorated = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
@@ -165,7 +165,7 @@ def test_the_guards_of_an_earlier_model_do_not_change_what_a_plan_was_made_for()
 
 def test_an_undone_plan_takes_its_guards_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "autoplan.execute.calls.function_mode.record_of", lambda module: module
+        "autoplan.execute.hooks.function_mode.record_of", lambda module: module
     )  # as if it were sharded
     far = Fused(imported=False).double().far
     model = nn.ModuleList([Fused(imported=False), far])

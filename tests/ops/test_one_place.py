@@ -72,7 +72,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         },
         "ops whose arguments a canary looks at",
     ),
-    "execute/calls/reductions.py": (
+    "execute/hooks/reductions.py": (
         {"_weight_norm", "gru_cell", "lstm_cell", "normalize", "rnn_relu_cell", "rnn_tanh_cell", "std"},
         _EXECUTOR,
     ),

@@ -40,7 +40,7 @@ from autoplan.values.reasons import NotPlaced
 # `multi_head_attention_forward`: one call that projects, attends and projects back, given its number of heads.
 #
 # It slices a packed weight into three itself, so no rank could call it with a shard of the heads; but its computation
-# is known, and a rank can do it on its own heads (`execute/calls/reductions.py`). `obstacle` checks that a split is one
+# is known, and a rank can do it on its own heads (`execute/hooks/reductions.py`). `obstacle` checks that a split is one
 # by heads.
 
 _APART = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -8,7 +8,7 @@ So the first calls of each kind (situations.py) are traced (watch.py) through th
 with replicated values: whatever branch it takes, ranks take it together and get what the unsharded model would. A way
 never seen matters where the function, from there on, handles a value that is not replicated or whose gradient is
 partial: it passes one to a torch function or a module, or returns one (marks.py); or where it reads a count that is
-local to the rank. Optional kernels have a guard of their own (execute/calls/function_mode.py): ways to them are left to
+local to the rank. Optional kernels have a guard of their own (execute/hooks/function_mode.py): ways to them are left to
 it.
 
 What leaves the model other than by its output is refused too, by name (marks.py), and so is a module that is called by

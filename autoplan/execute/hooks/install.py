@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-# These files register one executor for each class of instruction.
-import autoplan.execute.calls.reductions
 import autoplan.execute.hooks.boundaries
 import autoplan.execute.hooks.halo
+
+# These files register one executor for each class of instruction.
+import autoplan.execute.hooks.reductions
 import autoplan.execute.hooks.sequence
 import autoplan.execute.vocabulary.leaving  # noqa: F401
 from autoplan.common.errors import PlanMismatchError
@@ -39,9 +40,9 @@ from autoplan.common.torch_internals import (
     runs_compiled,
     take_into_graphs,
 )
-from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.executors import Around, At, Running, copied_with_closure, execute, unwatched
 from autoplan.execute.guard.marks import as_given, looking_on
+from autoplan.execute.hooks.function_mode import ModuleMode, PlannedCalls
 from autoplan.values import (
     AroundModule,
     AttendAcross,

@@ -49,6 +49,10 @@ from autoplan.patches.tensors import data_assigned, left_whole, norm_of, picked,
 # The problem: with fewer K/V heads than ranks, a DTensor has more rows than the checkpoint, and its norm counts some of
 # them twice. Our own functions know which; torch's `clip_grad_norm_` gets gradients only. So the owners of parameters
 # with such rows are noted here, and before torch takes a norm, rows that another rank counts are set to zero.
+#
+# A second mesh dim, with a weight of keys or values on (kv, replica), would tell torch which rows are the same. But it
+# cannot tell it of a packed weight, of whose rows each rank has its own queries and several have one key: phi3 at tp 4
+# is `2*4!*8|16|16`. Rank order and these sums would stay for such weights, beside another form for the others.
 
 _Owner: TypeAlias = nn.Module | Optimizer  # not parameters: torch swaps none that has a weak reference
 _owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
