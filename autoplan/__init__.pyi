@@ -33,7 +33,7 @@ from autoplan.execute.data_parallel.gradients import (
     to_local as to_local,
     unshard as unshard,
 )
-from autoplan.execute.data_parallel.megatron import MegatronCall as MegatronCall, megatron_call as megatron_call
+from autoplan.execute.parallelize import MegatronCall as MegatronCall, megatron_call as megatron_call
 from autoplan.execute.parameters.buffers import full_tensors as full_tensors, rebuild_buffers as rebuild_buffers
 from autoplan.execute.quantised.modules import packed_model as packed_model
 from autoplan.execute.tensor_parallel import Applied as Applied, applied as applied

@@ -25,7 +25,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoplan.common.layout import chunk
 from autoplan.common.torch_internals import (
@@ -63,6 +63,13 @@ def like(local: torch.Tensor, other: DTensor) -> DTensor:
     """Return a DTensor of this rank's local tensor, laid out like `other`. (`from_local` would assume even shards.)"""
     layout: Any = {"run_check": False, "shape": other.shape, "stride": other.stride()}
     return DTensor.from_local(local, other.device_mesh, other.placements, **layout)
+
+
+def with_sums(x: DTensor) -> DTensor:
+    """Return a DTensor with the sums over ranks made that it waits for; itself if there are none."""
+    if not any(placed.is_partial() for placed in x.placements):
+        return x
+    return x.redistribute(placements=[Replicate() if placed.is_partial() else placed for placed in x.placements])
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.torch_internals import backward_hooks, is_fake, local_part, own_parameters, version_of
-from autoplan.execute.collectives import all_reduce_over, in_backward, index_of, mesh_device
+from autoplan.execute.collectives import all_reduce_over, in_backward, index_of, mesh_device, with_sums
 from autoplan.execute.parameters.held import FREE, Held, held_by, held_parameters, record_of
 from autoplan.execute.parameters.local_views import reading_locally
 from autoplan.execute.parameters.optimizer import answered_for, repeats
@@ -157,9 +157,7 @@ def _counted(gradient: torch.Tensor, held: Held | None) -> torch.Tensor:
     gradient = gradient.detach()
     if not isinstance(gradient, DTensor):
         return gradient
-    if any(placement.is_partial() for placement in gradient.placements):
-        whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)
+    gradient = with_sums(gradient)
     mesh, local = gradient.device_mesh, gradient.to_local()
     for dim, placement in enumerate(gradient.placements):
         if placement.is_replicate() and mesh.get_local_rank(dim) > 0:

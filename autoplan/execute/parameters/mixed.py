@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.torch_internals import backward_hooks, local_part, local_spec, place_local, schema_of
-from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, in_backward
+from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, in_backward, with_sums
 from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of, units_of
 from autoplan.execute.parameters.picked import held_of_memory, modules_on
 from autoplan.execute.parameters.state_dict import local_piece, whole_tensor
@@ -59,8 +59,7 @@ def in_place(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
         return NOT_OURS
     if not modules_on(mesh):
         return NOT_OURS
-    placements = [Replicate() if placed.is_partial() else placed for placed in x.placements]
-    summed = x.redistribute(placements=placements)
+    summed = with_sums(x)
     place_local(x, local_part(summed), local_spec(summed))
     return op(*args, **kwargs)
 

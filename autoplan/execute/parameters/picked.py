@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.torch_internals import DisableTorchFunction, local_part, own_parameters
+from autoplan.execute.collectives import with_sums
 from autoplan.execute.parameters.held import Held, Mark, held_by, mark_of, memory_of
 from autoplan.execute.parameters.local_views import whole_view
 from autoplan.execute.parameters.state_dict import gathered, local_piece, whole_tensor
@@ -160,8 +161,7 @@ def total(plain: Callable[..., Any], x: DTensor, *args: Any, **kwargs: Any) -> A
     loss. Otherwise a backward of plain tensors would reach a DTensor."""
     if torch.compiler.is_compiling() or x.is_meta:
         return plain(x, *args, **kwargs)
-    if any(placed.is_partial() for placed in x.placements):  # DTensor adds up norms of shards like sums
-        x = x.redistribute(placements=[Replicate() if placed.is_partial() else placed for placed in x.placements])
+    x = with_sums(x)  # DTensor adds up norms of shards like sums
     result = plain(x, *args, **kwargs)
     penalty = type(x) is DTensor and isinstance(result, DTensor) and result.requires_grad and result.dim() == 0
     if not penalty or not modules_on(x.device_mesh):

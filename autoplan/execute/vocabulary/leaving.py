@@ -16,7 +16,7 @@ from autoplan.common.layout import chunk
 from autoplan.common.nested import change_input, changed_inside, flatten_tensors
 from autoplan.common.requirements import older_than
 from autoplan.common.torch_internals import DisableTorchFunctionSubclass, backward_hooks, op_handlers
-from autoplan.execute.collectives import RankGroup, gather_pieces, sum_over_ranks
+from autoplan.execute.collectives import RankGroup, gather_pieces, sum_over_ranks, with_sums
 from autoplan.execute.executors import Around, At, executes
 from autoplan.execute.vocabulary.split_logits import as_kind, can_stay_split, columns_in, moved, split_class
 from autoplan.ops.records.record import writes_in_place
@@ -224,9 +224,8 @@ def _opened(value: Any) -> Any:
 def _kept(result: Any, args: Any) -> Any:
     """Return results of leaving logits as leaving logits too, and all-reduce partial ones."""
     if type(result) is DTensor and not any(result is x for _, x in flatten_tensors(args)):
-        if any(placed.is_partial() for placed in result.placements):
-            result = _WholeGradient.apply(result.redistribute(placements=[Replicate()] * result.device_mesh.ndim))
-        return _ours(result)
+        whole = with_sums(result)
+        return _ours(result if whole is result else _WholeGradient.apply(whole))
     if isinstance(result, (tuple, list)) and any(type(item) is DTensor for item in result):
         return type(result)([_kept(item, args) for item in result])
     return result
@@ -241,9 +240,7 @@ class _WholeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        if isinstance(gradient, DTensor) and any(placed.is_partial() for placed in gradient.placements):
-            return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
-        return gradient
+        return with_sums(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 # The two ends of a language model on a rank: the token embedding and the head.
