@@ -1,4 +1,4 @@
-"""Apply a plan to a live model, also as a call of Megatron-FSDP or as parallel styles of torch; its part for a stage."""
+"""Apply a plan to a live model, also by Megatron-FSDP or as parallel styles of torch; the part of a plan for a stage."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import Options, check_argument
 from autoplan.common.patterns import grouped, matches, nearest
 from autoplan.execute.agreement import fail_together, meet, same_model, same_plan
-from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
+from autoplan.execute.data_parallel.mesh_dims import MeshDims, context_of, read_mesh, tp_mesh_of
 from autoplan.execute.fits import model_hash
 from autoplan.execute.parameters.optimizer import mark_parameters
-from autoplan.execute.tensor_parallel import apply_plan, context_of, record, tp_mesh_of
+from autoplan.execute.tensor_parallel import apply_plan, record
 from autoplan.execute.weights.methods import take_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import Entry, Plan

@@ -29,7 +29,8 @@ from autoplan.check.verify.on_ranks import mesh_of
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.conventions import conventions
 from autoplan.common.random_values import inputs_in
-from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
+from autoplan.execute.data_parallel.mesh_dims import tp_mesh_of
+from autoplan.execute.tensor_parallel import apply_plan
 from autoplan.values import Plan
 
 _FAR = 4.0  # times further from the truth than the unsharded model: more than the order of sums explains

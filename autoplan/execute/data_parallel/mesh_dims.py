@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.torch_internals import flattened
 from autoplan.execute.agreement import Voters
+from autoplan.execute.collectives import RankGroup
+from autoplan.values import Plan
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -158,3 +160,45 @@ def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str])
             hint=f"known names are {', '.join(n for a in ALIASES.values() for n in a)}; say what it is with mesh_dims=",
         )
     return names
+
+
+def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
+    """Return the 1-D mesh over which the plan splits; None if there is nothing to split over. It is "tp", or "ep" where
+    the plan only places experts on different ranks, or "cp" where only the sequence is sharded."""
+    purpose = "cp" if plan.cp_size == plan.ranks > 1 else "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
+    return _mesh_for(mesh, purpose, plan.cut_over, names)
+
+
+def context_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> dict[str, RankGroup]:
+    """Return the groups of a plan that shards the sequence besides another split: its ranks ("cp"), and those of both
+    ("all"), where the cp ranks of one rank of the other split are numbered consecutively."""
+    split = tp_mesh_of(mesh, plan, names)
+    if plan.cp_size in (1, plan.ranks) or split is None:
+        return {}
+    cut = _mesh_for(mesh, "cp", plan.cp_size, names)
+    assert cut is not None and cut.mesh_dim_names is not None and split.mesh_dim_names is not None
+    both = tuple(name for name in mesh.mesh_dim_names or () if name in (*cut.mesh_dim_names, *split.mesh_dim_names))
+    every = RankGroup.of(flattened(mesh[both], "_".join(both)))
+    outer, context = RankGroup.of(split), RankGroup.of(cut)
+    return {"cp": context, "all": RankGroup(every.name, every.size, outer.rank * context.size + context.rank)}
+
+
+def _mesh_for(mesh: DeviceMesh, purpose: str, size: int, names: dict[str, str] | None) -> DeviceMesh | None:
+    wanted = (names or {}).get(purpose, purpose)
+    dims = mesh.mesh_dim_names or ()
+    if wanted in dims:
+        submesh = mesh[wanted] if mesh.ndim > 1 else mesh
+    elif size == 1:
+        return None
+    else:
+        raise PlanMismatchError(
+            f"the plan is for {purpose}={size}, but the mesh has no dim named {wanted!r} (dims: {list(dims)})",
+            hint=f'name it: init_device_mesh(device, shape, mesh_dim_names=("{purpose}",)), or pass '
+            f'mesh_dims={{"{purpose}": name}}',
+        )
+    if submesh.size() != size:
+        raise PlanMismatchError(
+            f"the plan is for {purpose}={size}, but the mesh dim {wanted!r} has {submesh.size()} ranks",
+            hint=f"plan again with {purpose}_size={submesh.size()}",
+        )
+    return submesh
