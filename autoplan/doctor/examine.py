@@ -80,7 +80,7 @@ def require(entry: Patch | Private) -> None:
 
 
 # Each table is imported by itself, so that a name that moved does not hide the others.
-_PATCHING = ("tensors", "sharding_rules", "mixed_ops", "classes", "kernels", "seeding", "simulated_ranks")
+_PATCHING = ("tensors", "sharding_rules", "classes", "kernels", "seeding", "simulated_ranks")
 TABLES = (
     *((f"autoplan.patches.{name}", "PATCHES") for name in _PATCHING),
     ("autoplan.doctor.private_torch", "TORCH"),

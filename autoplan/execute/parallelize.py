@@ -1,4 +1,4 @@
-"""Apply a plan to a live model, also by Megatron-FSDP or as parallel styles of torch; the part of a plan for a stage."""
+"""Apply a plan to a live model, by Megatron-FSDP or as styles of torch too; and the part of a plan for a stage."""
 
 from __future__ import annotations
 

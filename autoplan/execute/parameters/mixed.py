@@ -34,7 +34,7 @@ from autoplan.execute.collectives import RankGroup, Recorded, all_reduce, in_bac
 from autoplan.execute.parameters.held import Held, held_by, is_local_of, memory_of, record_of, units_of
 from autoplan.execute.parameters.picked import held_of_memory, modules_on
 from autoplan.execute.parameters.state_dict import local_piece, whole_tensor
-from autoplan.patches.mixed_ops import NOT_OURS
+from autoplan.patches.sharding_rules import NOT_OURS
 
 
 def mixed(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:

@@ -40,8 +40,7 @@ from autoplan.execute.parameters.picked import (
     with_mark,
 )
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order, renew_units
-from autoplan.patches.mixed_ops import mixed_by
-from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes, numbers_and_draws
+from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes, mixed_by, numbers_and_draws
 from autoplan.patches.tensors import data_assigned, left_whole, norm_of, picked, told_of_new_optimizers, told_of_stored
 
 # Rows of a gradient that several ranks hold count once, here and in torch's own norms.
