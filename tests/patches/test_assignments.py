@@ -16,7 +16,7 @@ INSTANCES = {
     ("autoplan/capture/known_values.py", "TracedInt"): "a class of ours",
     ("autoplan/check/audit/executors.py", "module"): "head counts of a module that is sharded",
     ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
-    ("autoplan/execute/guard/sizes.py", "PartSize"): "a class of ours",
+    ("autoplan/execute/guard/watch.py", "PartSize"): "a class of ours",
     ("autoplan/check/verify/compare.py", "self"): "an object of ours",
     ("autoplan/execute/vocabulary/split_logits.py", "part.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "logits.__class__"): "a tensor that was made here",

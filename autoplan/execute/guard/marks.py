@@ -28,12 +28,12 @@ from autoplan.common.code.ways import is_settled
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.torch_internals import DisableTorchFunction, own_buffers, transient_buffers
-from autoplan.execute.guard.sizes import Shape, fits
 from autoplan.execute.vocabulary.split_logits import SplitLogits
 from autoplan.values import Instruction
 from autoplan.values.instructions.base import Spread
 
 PART, GRADIENT = "part", "gradient"
+Shape = tuple[int, ...]
 
 
 class Marks:
@@ -71,6 +71,11 @@ class Marks:
         """Return `PART` if any tensor in a value is marked so, else `GRADIENT` or ""."""
         kinds = {self.tensors.get(tensor, "") for _, tensor in flatten_tensors(value)} if self.tensors else ()
         return next((kind for kind in (PART, GRADIENT) if kind in kinds), "")
+
+
+def fits(part: torch.Tensor, whole: Shape) -> bool:
+    """Return whether the tensor can be a part of one of that shape."""
+    return part.dim() == len(whole) and all(size <= all_of for size, all_of in zip(part.shape, whole, strict=True))
 
 
 class _OfThread(threading.local):

@@ -19,7 +19,7 @@ from autoplan.execute.checkpointing.policies import is_cache
 from autoplan.execute.collectives import gather_pieces, mesh_device
 from autoplan.execute.executors import At, Running, execute
 from autoplan.execute.guard.guard import PathGuard
-from autoplan.execute.guard.sizes import plain_sizes
+from autoplan.execute.guard.watch import plain_sizes
 from autoplan.execute.hooks.install import Hooks, moved_inside
 from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
 from autoplan.execute.hooks.unseen import UnseenOutputs
