@@ -30,7 +30,7 @@ from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.agreement import fail_together
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh, tp_mesh_of
 from autoplan.execute.parallelize import shard_model
-from autoplan.execute.parameters.picked import marked_modules
+from autoplan.execute.parameters.held import marked_modules
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.hf.source import Model, resolve
 from autoplan.hf.stacks import layers

@@ -34,9 +34,9 @@ from autoplan.execute.hooks.replaced import install_inner_entries, keep_dense, w
 from autoplan.execute.hooks.root import Root, can_run_whole, is_at_exit
 from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.execute.parameters.held import Held, record_of
-from autoplan.execute.parameters.local_views import local_view
 from autoplan.execute.parameters.optimizer import stop_following
 from autoplan.execute.parameters.shard import prepare_parameters
+from autoplan.execute.parameters.views import local_view
 from autoplan.execute.random_streams import SharedRandomness, draws_in_code, may_draw
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was

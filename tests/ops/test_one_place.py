@@ -101,7 +101,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         "part is known of the whole value; others tell nothing",
     ),
     "hf/own_sharding.py": ({"norm"}, "a module that transformers' pipelines know by its name"),
-    "execute/parameters/picked.py": ({"__setitem__"}, _REPLACED),
+    "execute/parameters/outside.py": ({"__setitem__"}, _REPLACED),
     "execute/vocabulary/leaving.py": (
         {
             "__getitem__",

@@ -11,33 +11,22 @@ code of the model sees it.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autoplan.common.layout import Layout, chunk
 from autoplan.common.torch_internals import local_part, own_parameters, storage_id
-from autoplan.execute.collectives import (
-    Linear,
-    RankGroup,
-    Recorded,
-    all_reduce,
-    copy_rows,
-    copy_to_ranks,
-    linear,
-    part_of_sum,
-    scale_gradient,
-    sum_over_ranks,
-    take_rows,
-    whole_order,
-)
+from autoplan.execute.collectives import RankGroup, take_rows, whole_order
 
 FREE = "_autoplan_free"  # an attribute of a model that FSDP2 shards: a function that frees what is gathered
 _ATTRIBUTE = "_autoplan"
@@ -257,132 +246,59 @@ def plain_name(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
-# Context parallelism: the part of replicated weights that a rank reads, and the sum of their gradients.
-#
-# Weights are replicated, and so is the gradient that an optimizer sees. A rank uses a weight on its own positions, or
-# its own heads of it on all positions: either way its gradient is partial. The sum is made once, at the end of a
-# backward, for all parameters of the module that was called: in backward ranks may reach parameters in another order,
-# or not at all, since an expert without tokens of a rank is not read there.
+# Modules of models on ranks, found from tensors: code outside of the model has no model.
+
+_marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that own marked parameters
 
 
-def part_of_whole(part: torch.Tensor, whole: Held, summed: torch.Tensor | None) -> torch.Tensor:
-    """Return the part of a replicated parameter (or of a tp rank's shard) that a rank of context parallelism reads; its
-    gradient is summed over ranks. `summed`: the same, where the sum is made at the end of the backward."""
-    held = whole.read
-    if held is None or held.group.size == 1:
-        return part
-    size = held.group.size
-    if whole.is_summed and summed is not None:
-        part = summed
-    elif whole.is_summed:
-        part = scale_gradient(part, float(size)) if held.averaged else copy_to_ranks(part, held.group)
-    if held.dim is not None and held.layout is not None:
-        part = take_rows(part, held.dim, held.rows[held.group.rank])
-        layout = Layout.parse(held.layout)
-        if held.gradient == "local" and not layout.all_carried():
-            part = scale_gradient(part, [1.0 if carried else 1.0 / size for carried in layout.carried(size)], held.dim)
-    return part_of_sum(part, size) if held.divide else part
+def note_marked(model: nn.Module) -> None:
+    """Note the modules of a model that own marked parameters."""
+    for module in model.modules():
+        if any(held_by(parameter) is not None for parameter in parameters_of([module])):
+            _marked.add(module)
 
 
-def sum_together(module: nn.Module, reading: Reading, view: Callable[[nn.Parameter, Held], torch.Tensor]) -> None:
-    """Let the modules inside read what `_CopyAll` returns of parameters whose gradients are summed at the end of the
-    backward of the called module. `view`: returns a rank's local tensor of one."""
-    if not reading.summing or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    views: dict[int, torch.Tensor] = {}
-    readers: list[tuple[ModuleRecord, str, torch.Tensor]] = []
-    for inner in module.modules():
-        if (record := record_of(inner)) is None:
-            continue
-        for name, parameter in own_parameters(inner).items():
-            held = record.parameters.get(name)
-            if parameter is None or not parameter.requires_grad or held is None or held.read is None:
-                continue
-            if held.is_summed:
-                readers.append((record, name, parameter))
-                group = held.read.group
-                if id(parameter) not in views:  # tied ones are read as one
-                    views[id(parameter)] = view(parameter, held)
-    if views:
-        copies = dict(zip(views, _CopyAll.apply(group, *views.values()), strict=True))
-        reading.summed = [record for record, _, _ in readers]
-        for record, name, parameter in readers:
-            record.summed[name] = parameter, copies[id(parameter)]
+def marked_modules() -> list[nn.Module]:
+    """Return the live modules that own marked parameters."""
+    return list(_marked)
 
 
-def is_made_of_summed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor was made of what code reads of parameters whose gradients are summed at the end."""
-    nodes, seen = [tensor.grad_fn], set[Any]()
-    for node in nodes:  # they grow
-        if node is not None and node not in seen:
-            if node.name() == f"{_CopyAll.__name__}Backward":
-                return True
-            seen.add(node)
-            nodes += [above for above, _ in node.next_functions]
-    return False
+def modules_on(mesh: DeviceMesh) -> list[nn.Module]:
+    """Return those with parameters on this mesh; not those of another rank that is a thread."""
+
+    def is_here(parameter: DTensor) -> bool:
+        other = parameter.device_mesh
+        return other == mesh and other.get_coordinate() == mesh.get_coordinate()
+
+    return [module for module in list(_marked) if any(map(is_here, parameters_of([module])))]
 
 
-_MESSAGE = 1 << 22  # numbers; a larger gradient is summed by itself
+def parameters_of(owners: Iterable[nn.Module]) -> Iterator[DTensor]:
+    for module in owners:
+        yield from (p for p in own_parameters(module).values() if isinstance(p, DTensor))
 
 
-class _CopyAll(Recorded):
-    """Copies of many tensors, whose gradients are summed over ranks together, at the end of a backward: a missing
-    gradient counts as zeros, and a gradient that no rank has is not summed."""
-
-    @staticmethod
-    def forward(ctx: Any, group: RankGroup, *many: torch.Tensor) -> Any:
-        ctx.group, ctx.like = group, [(x.shape, x.dtype, x.device) for x in many]
-        ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in many)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        present = torch.tensor([gradient is not None for gradient in gradients], device=ctx.like[0][2])
-        anywhere = all_reduce(present.to(torch.int32), ctx.group, "max").tolist()
-        parts = [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None and wanted else gradient
-            for gradient, (shape, dtype, device), wanted in zip(gradients, ctx.like, anywhere, strict=True)
-        ]
-        summed: list[torch.Tensor | None] = [None] * len(parts)
-        for places in _messages(parts):
-            together = [part for part in (parts[place] for place in places) if part is not None]
-            if len(together) == 1:  # perhaps a large one: no copy
-                summed[places[0]] = sum_over_ranks(together[0], ctx.group)
-                continue
-            whole = sum_over_ranks(torch.cat([part.flatten() for part in together]), ctx.group)
-            pieces = whole.split([part.numel() for part in together])
-            for place, piece, part in zip(places, pieces, together, strict=True):
-                summed[place] = piece.view(part.shape)
-        return None, *summed
+def held_of_memory(x: DTensor) -> Held | None:
+    """Return how a tensor is held, if it is a marked parameter, its gradient, or the same memory under another name."""
+    own = None if x.is_meta else held_by(x)
+    if own is not None or x.is_meta or x.grad_fn is not None:
+        return own
+    place = _place(x)
+    for parameter in parameters_of(list(_marked)):
+        held = held_by(parameter)
+        for one in (parameter, parameter.grad) if held is not None else ():
+            if isinstance(one, DTensor) and _place(one) == place:
+                return held
+    return None
 
 
-def _messages(parts: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
-    """Yield the places of those that are summed in one message."""
-    waiting: dict[torch.dtype, list[int]] = {}
-    sizes = Counter[torch.dtype]()
-    for place, part in enumerate(parts):
-        if part is not None:
-            if sizes[part.dtype] + part.numel() > _MESSAGE and part.dtype in waiting:
-                yield waiting.pop(part.dtype)
-                sizes[part.dtype] = 0
-            waiting.setdefault(part.dtype, []).append(place)
-            sizes[part.dtype] += part.numel()
-    yield from waiting.values()
+def _place(x: DTensor) -> Any:
+    return memory_of(x), local_part(x).storage_offset(), x.shape, x.device_mesh, x.placements
 
 
-def _summed_rows(
-    x: torch.Tensor, group: RankGroup, dim: int, positions: tuple[int, ...], places: tuple[int, ...], count: int
-) -> torch.Tensor:
-    """Sum each row with several holders over them."""
-    shape = list(x.shape)
-    shape[dim] = count
-    parts, summed = x.new_zeros(shape), x.clone()
-    copy_rows(parts, places, x, positions, dim)
-    copy_rows(summed, positions, all_reduce(parts, group), places, dim)
-    return summed
-
-
-_sum_rows = linear("SumRows", _summed_rows, lambda gradient, _, *how: sum_shared_rows(gradient, *how))
-# Identity; the gradient of each row with several holders is summed over them.
-sum_shared_rows: Linear[[RankGroup, int, tuple[int, ...], tuple[int, ...], int]]
-sum_shared_rows = linear("SumSharedRows", lambda x, *_: x.detach(), lambda gradient, _, *how: _sum_rows(gradient, *how))
+def with_mark(parameter: DTensor, same: Any) -> Any:
+    """Mark `parameter.data` like its parameter."""
+    mark = mark_of(parameter)
+    if isinstance(mark, Mark) and isinstance(same, DTensor):
+        mark.put(same)
+    return same

@@ -17,10 +17,11 @@ reads it through the attribute: it is returned unchanged.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
-from types import FunctionType
+from functools import cache, wraps
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -28,143 +29,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.torch_internals import (
-    DisableTorchFunction,
-    function_mode_is_active,
-    local_part,
-    local_spec,
-    outside_of_vmap,
-    own_parameters,
-    unwrapped,
-)
-from autoplan.execute.collectives import (
-    RankGroup,
-    Recorded,
-    all_reduce,
-    copy_to_ranks,
-    gather_over_ranks,
-    part_of_sum,
-    recorded_again,
-)
+from autoplan.common.torch_internals import DisableTorchFunction, function_mode_is_active, own_modules, own_parameters
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
-from autoplan.execute.parameters.held import (
-    Held,
-    is_local_of,
-    is_made_of_summed,
-    part_of_whole,
-    record_of,
-    sum_shared_rows,
-    sum_together,
-)
-from autoplan.execute.parameters.new_forward import has_new_forward, is_read_by_a_new_forward
-from autoplan.execute.parameters.state_dict import gathered, local_piece
+from autoplan.execute.parameters.held import is_local_of, record_of
+from autoplan.execute.parameters.views import local_view, sum_together, whole_view
 from autoplan.patches.classes import reduced, subclass_of
-
-
-def local_view(
-    parameter: torch.Tensor | None, held: Held | None, summed: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> torch.Tensor | None:
-    """Return the plain tensor this rank computes with. `summed`: see `ModuleRecord`."""
-    if parameter is not None and parameter is not unwrapped(parameter):  # a stack of them, which torch.vmap runs as one
-        if held is not None and (held.has_spare_room or held.shared.count or held.read is not None):
-            return parameter  # rows are picked along a dim of the parameter, which is another one of the stack
-        return outside_of_vmap(partial(local_view, held=held), parameter)
-    lies_on_tp = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
-    if parameter is None:
-        return None
-    if held is None or held.read is None:
-        local = _held_view(parameter, held)
-    elif summed is not None and parameter is summed[0]:
-        local = part_of_whole(parameter, held, summed[1])
-    elif summed is not None and is_made_of_summed(parameter):  # put in its place by `torch.func.functional_call`
-        return parameter
-    elif isinstance(parameter, DTensor) and (not lies_on_tp or held.read.group == held.group):
-        return parameter  # FSDP2's sharded parameter
-    else:
-        local = part_of_whole(_held_view(parameter, held), held, None)
-    # last, so that what autograd saves for it is saved by the module's own run, and again by a checkpoint's
-    if held is not None and held.divide and held.group.size > 1 and lies_on_tp:
-        local = part_of_sum(local, held.group.size)
-    asked = parameter.requires_grad and not local.requires_grad  # also where no gradients are recorded
-    return local.detach().requires_grad_() if asked and not torch.compiler.is_compiling() else local
-
-
-def _held_view(parameter: Any, held: Held | None) -> Any:
-    """Return this tp rank's undivided local tensor."""
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
-        return parameter
-    local = _local(parameter)
-    if held is None:
-        return local
-    local = held.held_of(local)
-    if held.gradient != "local" and held.group.size > 1 and local.requires_grad:
-        if held.dim is None:
-            local = copy_to_ranks(local, held.group)
-        elif held.shared.count:
-            shared = held.shared
-            local = sum_shared_rows(local, held.group, held.dim, shared.positions, shared.places, shared.count)
-    return local
-
-
-def whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
-    """Return the full tensor, for code that computes the same with it on every tp rank."""
-    if not isinstance(parameter, DTensor) or held is None:
-        return parameter
-    if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run, so it is not gathered
-        return _WholeOfUnit.apply(parameter, held)
-    local = held.held_of(_local(parameter))
-    return local if held.dim is None else gather_over_ranks(local, held.group, held.dim, held.rows)
-
-
-class _WholeOfUnit(Recorded):
-    """The full tensor of FSDP2's sharded parameter. Its gradient is averaged over data-parallel ranks, like FSDP2's."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor, held: Held) -> torch.Tensor:
-        ctx.spec, ctx.held = local_spec(parameter), held
-        return held.to_checkpoint_order(gathered(parameter.detach(), held.room if held.dim is not None else None))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        spec, held = ctx.spec, ctx.held
-        for dim in range(spec.mesh.ndim - 1):
-            group = RankGroup.of(spec.mesh.get_group(dim))
-            gradient = all_reduce(gradient, group) / group.size
-        piece = local_piece(gradient, held, spec.mesh, spec.placements)
-        return DTensor(piece.contiguous(), spec, requires_grad=False), None
-
-
-def _local(parameter: DTensor) -> torch.Tensor:
-    """Return `to_local()`, without the search for the gradient's placements: they are those of its parameter."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return parameter.to_local()
-    return _ToLocal.apply(parameter)
-
-
-class _ToLocal(Recorded):
-    of_each = True
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
-        local = local_part(parameter)
-        ctx.spec, ctx.stride = local_spec(parameter), local.stride()
-        ctx.set_materialize_grads(False)
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
-        if gradient is None:
-            return None
-        if isinstance(gradient, DTensor):  # of an op with parameters that `named_parameters()` gave in a forward
-            gradient = gradient.full_tensor()
-        gradient, spec = gradient.to_dense() if gradient.is_sparse else gradient, ctx.spec  # DTensors are dense
-        if recorded_again() or gradient.dtype != spec.tensor_meta.dtype:
-            layout: Any = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
-            return DTensor.from_local(gradient, spec.mesh, spec.placements, **layout)
-        if gradient.stride() != ctx.stride:  # a gradient has the strides of its parameter
-            gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
-        return DTensor(gradient, spec, requires_grad=False)
 
 
 @contextmanager
@@ -222,9 +92,9 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         refuse_transforms(self)
         guard = None if torch.compiler.is_compiling() else reading.guard
-        reading.new_forward = not torch.compiler.is_compiling() and has_new_forward(self)
+        reading.new_forward = not torch.compiler.is_compiling() and _has_new_forward(self)
         reading.inside = True
-        sum_together(self, reading, _held_view)
+        sum_together(self, reading)
         try:
             if guard is None:
                 return base(self, *args, **kwargs)
@@ -342,7 +212,7 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if isinstance(computed, property) and computed.fget is not None:
             return computed.fget(self)
         held = record.parameters.get(name)
-        if record.reading.new_forward and not torch.compiler.is_compiling() and is_read_by_a_new_forward(self):
+        if record.reading.new_forward and not torch.compiler.is_compiling() and _is_read_by_a_new_forward(self):
             return whole_view(parameters[name], held)
         if not function_mode_is_active():
             return local_view(parameters[name], held, record.summed.get(name))
@@ -398,3 +268,42 @@ def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
 def _rebuild(cls: type, names: tuple[str, ...]) -> nn.Module:
     subclass: Any = view_class(cls, names)
     return subclass.__new__(subclass)
+
+
+# A forward that a library set on a model (a fused head: log-probabilities without logits).
+#
+# It may read weights of modules that it does not call. No hooks of the plan run there, and each rank computes the same:
+# it reads full tensors (`whole_view`), and each rank keeps its rows of the gradient.
+
+_CALLED = nn.Module._call_impl.__code__
+
+
+def _has_new_forward(module: nn.Module, depth: int = 3) -> bool:
+    """Return whether a library set a forward on a module, or on a model inside of it (which adapters wrap)."""
+    if "forward" in vars(module) or not depth:
+        return "forward" in vars(module)
+    return any(_has_new_forward(child, depth - 1) for child in own_modules(module).values() if child is not None)
+
+
+def _is_read_by_a_new_forward(module: nn.Module) -> bool:
+    """Return whether a forward that was set on another module, not that of its class, reads this module."""
+    frame: Any = sys._getframe(2)
+    if frame.f_locals.get("self") is module:
+        return False
+    passed: set[CodeType | None] = set()
+    while frame.f_code is not _CALLED:
+        passed.add(frame.f_code)
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    caller = frame.f_locals["self"]
+    if caller is module or "forward" not in vars(caller):
+        return False
+    new, cls = vars(caller)["forward"], caller.__class__
+    running = getattr(getattr(new, "__func__", new), "__code__", None)  # hooks of the caller read parameters, too
+    return running in passed and _code_of_forward(cls) not in passed
+
+
+@cache
+def _code_of_forward(cls: Any) -> CodeType | None:
+    return getattr(inspect.unwrap(cls.forward), "__code__", None)

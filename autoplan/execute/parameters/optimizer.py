@@ -25,20 +25,13 @@ from autoplan.execute.parameters.held import (
     held_by,
     held_parameters,
     mark_of,
-    record_of,
-    units_of,
-)
-from autoplan.execute.parameters.mixed import in_place, mixed, ordered
-from autoplan.execute.parameters.picked import (
-    draw,
     marked_modules,
     note_marked,
-    number_in,
-    pick,
-    set_item,
-    total,
+    record_of,
+    units_of,
     with_mark,
 )
+from autoplan.execute.parameters.outside import draw, in_place, mixed, number_in, ordered, pick, set_item, total
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order, renew_units
 from autoplan.patches.sharding_rules import asked_of_all, heard_by_classes, mixed_by, numbers_and_draws
 from autoplan.patches.tensors import data_assigned, left_whole, norm_of, picked, told_of_new_optimizers, told_of_stored

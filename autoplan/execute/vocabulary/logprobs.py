@@ -17,7 +17,7 @@ from autoplan.common.options import check_argument, check_count
 from autoplan.execute.collectives import RankGroup, all_gather_rows, copy_to_ranks, gather_over_ranks
 from autoplan.execute.executors import Running
 from autoplan.execute.parameters.held import record_of
-from autoplan.execute.parameters.local_views import local_view
+from autoplan.execute.parameters.views import local_view
 from autoplan.execute.tensor_parallel import applied
 from autoplan.execute.vocabulary.own_positions import whole_logits
 from autoplan.execute.vocabulary.sampling import check_filters, floor_of
