@@ -27,8 +27,7 @@ from autoplan.emit.pages.markup import (
     written_here,
 )
 from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of, scene_of
-from autoplan.emit.tables.entry_table import equal_blocks
-from autoplan.emit.tables.estimate_table import PARTS, messages_of_a_block, rank_weights, tokens_text
+from autoplan.emit.tables.estimate_table import PARTS, equal_blocks, messages_of_a_block, rank_weights, tokens_text
 from autoplan.emit.tables.terminal import plan_facts, proof_text
 from autoplan.emit.words import LEVELS, bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic

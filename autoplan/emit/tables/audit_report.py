@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.common.patterns import is_under
-from autoplan.emit.tables.entry_table import TRAFFIC_COLUMNS, traffic_row
+from autoplan.emit.tables.estimate_table import TRAFFIC_COLUMNS, traffic_row
 from autoplan.emit.tables.terminal import findings_view, heading, plain_table
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding, Report, Score, Scoreboard

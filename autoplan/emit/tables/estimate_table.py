@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.common.patterns import Universe, fold_counted
+from autoplan.common.patterns import Universe, fold_counted, grouped
 from autoplan.emit.words import bytes_text
-from autoplan.values import Plan
+from autoplan.values import Plan, Traffic
 from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent, mesh_text
 
 PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
@@ -317,3 +317,38 @@ def _step(found: Estimate | None, memory: int) -> tuple[str, str]:
     number, size = sum(message.number for message in found.messages), sum(message.bytes for message in found.messages)
     fits = "" if not memory or found.peak <= memory else ", does not fit"
     return f"{number}, {size_text(size)}" if number else "0", f"{size_text(found.peak)}{fits}"
+
+
+# What blocks send.
+
+TRAFFIC_COLUMNS = ("block", "forward", "backward", "least forward", "least backward", "moved/least")
+
+
+def equal_blocks(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Return the first of the blocks that move the same, named with their number."""
+    alike = grouped((repr(replace(block, block="")), block) for block in traffic)
+    first = ((ones[0], f" and {len(ones) - 1} equal blocks" if len(ones) > 1 else "") for ones in alike.values())
+    return tuple(replace(block, block=f"{block.block}{more}") for block, more in first)
+
+
+def traffic_row(block: Traffic) -> tuple[str, ...]:
+    """Return a block's row: the number of collectives of each kind, and their bytes per token."""
+    ratio = "" if block.ratio is None else f"{block.ratio:.2f}"
+    bounds = block.least_forward, block.least_backward
+    least = [f"{size} B in {number}" if number else "nothing" for number, size in bounds]
+    return block.block, _moved(block.forward), _moved(block.backward), *least, ratio
+
+
+def traffic_lines(traffic: Iterable[Traffic]) -> list[str]:
+    """Return the same as text, one line per block."""
+    lines = []
+    for moved in equal_blocks(traffic):
+        block, forward, backward, least_forward, least_backward, ratio = traffic_row(moved)
+        once = f"; {moved.once} B of gradients of replicated parameters once per step" if moved.once else ""
+        sent = f"forward {forward} (minimum {least_forward}), backward {backward} (minimum {least_backward})"
+        lines.append(f"{block}: {sent}{f', {ratio} × the minimum' if ratio else ''}{once}")
+    return lines
+
+
+def _moved(kinds: Mapping[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{number} {kind} {size} B" for kind, (number, size) in kinds.items()) or "nothing"
