@@ -111,11 +111,18 @@ class Traffic:
     once: int = 0
 
     @property
+    def moved(self) -> int:
+        """Return the bytes moved, forward and backward."""
+        return sum(size for kinds in (self.forward, self.backward) for _, size in kinds.values())
+
+    @property
+    def least(self) -> int:
+        return self.least_forward[1] + self.least_backward[1]
+
+    @property
     def ratio(self) -> float | None:
         """Return the bytes moved for each byte needed."""
-        moved = sum(size for kinds in (self.forward, self.backward) for _, size in kinds.values())
-        least = self.least_forward[1] + self.least_backward[1]
-        return moved / least if least else None
+        return self.moved / self.least if self.least else None
 
     def in_dtype(self, times: float) -> Traffic:
         """Return the same traffic where an element has `times` as many bytes."""

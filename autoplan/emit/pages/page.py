@@ -261,13 +261,13 @@ def weights_section(plans: Mapping[int, Plan], own: int) -> Safe:
 def _messages(traffic: Sequence[Traffic]) -> Safe:
     if not traffic:
         return el("p", "No block communicates.", class_="soft")
-    most = max((max(_bytes(block.forward, block.backward), _least(block)) for block in traffic), default=1)
+    most = max((max(block.moved, block.least) for block in traffic), default=1)
     rows = [_traffic_row(block, most) for block in equal_blocks(traffic)]
     return table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes per token")
 
 
 def _traffic_row(traffic: Traffic, most: int) -> list[Content]:
-    moved, least = _bytes(traffic.forward, traffic.backward), _least(traffic)
+    moved, least = traffic.moved, traffic.least
     ratio = "" if traffic.ratio is None else f"{traffic.ratio:.2f} × the minimum"
     bars = [el("rect", x=0, y=y, width=f"{size / max(most, 1) * 160:.1f}", height=8, class_=f"bar {tone}")
             for y, size, tone in ((1, moved, "a1"), (11, least, "a2"))]  # fmt: skip
@@ -280,14 +280,6 @@ def _traffic_row(traffic: Traffic, most: int) -> list[Content]:
 
 def _kinds(kinds: dict[str, tuple[int, int]]) -> str:
     return ", ".join(f"{number} {kind} ({bytes_text(size)})" for kind, (number, size) in kinds.items()) or "nothing"
-
-
-def _bytes(*directions: dict[str, tuple[int, int]]) -> int:
-    return sum(size for kinds in directions for _, size in kinds.values())
-
-
-def _least(traffic: Traffic) -> int:
-    return traffic.least_forward[1] + traffic.least_backward[1]
 
 
 def _whole(plan: Plan) -> Safe:
