@@ -26,10 +26,11 @@ import torch
 from torch import nn
 
 from autoplan.common.stages import set_inside
-from autoplan.patches.patched import Alone, Patch, Place, patch, patched
+from autoplan.patches.patched import Alone, Hold, Patch, Place, hold, patch, patched
 from autoplan.patches.seeding import on_one_device
 
 _HOME = "transformers.integrations.hub_kernels"
+_COMPILER = "torch._dynamo.eval_frame"
 _ASKED = "is_torchdynamo_exporting"  # transformers checks this before it takes a kernel
 _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 _KEPT = ("is_new_implementation", "torch_function")  # variables in the decorator's closure
@@ -62,6 +63,32 @@ def reference_path_patch() -> bool:
         inside = decorated(4.0)
     matches = kernel == OptionalKernel(home, "sqrt", "math", "sqrt", True, inspect.unwrap(decorated))
     return matches and (inside, decorated(4.0)) == ("reference", 2.0)
+
+
+@patch(
+    name="compiled functions",
+    replaces=f"{_COMPILER}._stance",
+    why="a function that the model's code compiles (`@torch.compile`) hides its ops from a recording, and with "
+    "`fullgraph=True` is refused beside modes of ours; run eagerly it computes the same",
+    scope="while a copy of a model runs on a CPU (recording, trial, checks on ranks); on ranks, in modules in whose "
+    "code calls are rewritten, and in calls that the path guard follows",
+    undone="torch's own is restored",
+)
+def eager_patch() -> bool:
+    """Return whether a compiled function runs eagerly, and compiles again afterwards."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    twice = torch.compile(lambda x: x + x, fullgraph=True, backend=backend)
+    importlib.import_module(_COMPILER)
+    with on_reference_path():
+        twice(torch.ones(1))
+    eager = not compiled
+    twice(torch.ones(1))
+    return eager and len(compiled) == 1
 
 
 def _stands_in_the_file() -> bool:
@@ -130,12 +157,21 @@ def one_sequence_a_row() -> Iterator[None]:
 
 
 @contextmanager
-def on_reference_path() -> Iterator[None]:
-    """Make transformers' functions with a kernel take their reference while any thread is inside the block."""
+def on_reference_path(*, compiled: bool = False) -> Iterator[None]:
+    """Make transformers' functions with a kernel take their reference while any thread is inside the block; and
+    compiled functions run eagerly, unless `compiled`."""
     home = sys.modules.get(_HOME)
     present = home is not None and hasattr(home, _ASKED)  # else this version has no such kernels
-    with patched(reference_path_patch, [Place(home, _ASKED, lambda _: lambda: True)] if present else []):
+    reference = [Place(home, _ASKED, lambda _: lambda: True)] if present else []
+    with patched(reference_path_patch, reference), nullcontext() if compiled else eager_code():
         yield
+
+
+def eager_code() -> Hold:
+    """Run compiled functions eagerly until the hold is released. (Threads cannot nest torch's own `set_stance`.)"""
+    compiler = sys.modules.get(_COMPILER)  # None: nothing was compiled in this process
+    places = [] if compiler is None else [Place(compiler, "_stance", lambda _: compiler.DynamoStance("force_eager"))]
+    return hold(eager_patch, places)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ SPOILT = {
     "cells": "LongShort",
     "channels": "AdaptiveInstanceNorm",
     "codes": "PlainCodes",
+    "compiled": "GatedByFunction",
     "conditioned": "FilmOfHidden",
     "constrained": "QuaternionLinear",
     "counters": "CountsForItself",

@@ -34,7 +34,7 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import call_with, flatten_tensors
 from autoplan.common.random_values import untouched_randomness, working_dtype
 from autoplan.common.torch_internals import FakeTensorMode
-from autoplan.patches.seeding import on_one_device
+from autoplan.patches.kernels import where_it_runs
 
 MOST_TRIES, _MOST_SECONDS = 400, 20.0
 _MOST_TOLD, _MOST_USUAL = 24, 16  # proposals from a failure, and from what is usual
@@ -358,7 +358,7 @@ class Search:
         torch.default_generator.manual_seed(self.seed)
         try:
             values = state.draw(self.seed, self.dtype)
-            with refusing_outsiders(twin), on_one_device(twin), torch.no_grad():
+            with refusing_outsiders(twin), where_it_runs(twin), torch.no_grad():
                 if mode is None:
                     with watch.over(values):
                         result = call_with(twin, values)

@@ -212,7 +212,7 @@ def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) ->
             f"a rank's process cannot import{name}, which the model needs: {type(error).__name__}: {error}",
             hint="make the module importable in a new process (add its folder to PYTHONPATH), or use engine='threads'",
         ) from error
-    with on_reference_path():
+    with on_reference_path(compiled=True):  # what a rank compiles is what runs
         result = target(rank, *args)
     dist.barrier()  # no rank leaves while another still needs it
     return result

@@ -31,6 +31,7 @@ from autoplan.common.nested import changed_inside, fields_of, flatten_tensors, i
 from autoplan.common.random_values import reseed_held, untouched_randomness
 from autoplan.common.torch_internals import local_part, place_local
 from autoplan.execute import random_streams
+from autoplan.execute.parameters.held import plain_name
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.vocabulary.own_positions import whole_logits
 from autoplan.patches.seeding import Lifted, names_an_accelerator, on_one_device
@@ -103,7 +104,8 @@ class Subject:
         return {name: gradient.to_dense() if gradient.is_sparse else gradient.clone() for name, gradient in own.items()}
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters(remove_duplicate=False)  # a tied parameter under each of its names
+        named = self.model.named_parameters(remove_duplicate=False)  # a tied parameter under each of its names
+        return ((plain_name(name), parameter) for name, parameter in named)
 
     def forward(self, inputs: Inputs) -> Any:
         """Call the model on copies of the inputs. Caches, which are local to a rank, are off unless asked for."""

@@ -41,7 +41,8 @@ from autoplan.execute.guard.marks import PART, Kept, Listeners, this
 from autoplan.execute.guard.situations import Situations
 from autoplan.execute.guard.watch import ONE_PART, PARTS_OF_GRADIENT, Watch
 from autoplan.execute.parameters.held import record_of
-from autoplan.patches.kernels import optional_kernels
+from autoplan.patches.kernels import eager_code, optional_kernels
+from autoplan.patches.patched import Hold
 from autoplan.values import Plan
 
 _SHOWN = 3
@@ -93,6 +94,7 @@ class PathGuard:
         self.counts: list[tuple[dict[str, Any], str, Any, str]] = []  # set by the plan: where, name, value, words
         self.running: Watch | None = None
         self.mode: Paused | None = None
+        self.eager = Hold()  # while a call is traced, functions that the model compiles run eagerly, and are seen
         self.told_unguarded = False
         self.asked: tuple[Any, Any] = ((), ())
         self.changed: tuple[Any, ...] = ()
@@ -174,6 +176,7 @@ class PathGuard:
         self.running = Watch(self)
         self.mode = Paused(self.running)
         self.mode.__enter__()
+        self.eager = eager_code()
         this.marks = self.running.marks
         set_running(self.running)
         follow(self.running.enter)
@@ -205,6 +208,7 @@ class PathGuard:
             set_running(None)
             this.marks = None
             self.mode.__exit__(None, None, None)
+            self.eager.release()
         return watch
 
     def abandon(self) -> None:
@@ -259,6 +263,7 @@ class PathGuard:
         copied = memo[id(self)] = object.__new__(PathGuard)
         copied.__dict__.update(vars(self))
         copied.situations, copied.counts, copied.running, copied.mode = Situations(), [], None, None
+        copied.eager = Hold()
         copied.model = memo.get(id(self.model), self.model)
         copied.hooked, copied.planned = set(), weakref.WeakSet()
         copied.kept, copied.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)

@@ -31,7 +31,7 @@ from autoplan.execute.executors import At, execute, other_branch
 from autoplan.execute.guard.marks import as_given, looking_on
 from autoplan.execute.hooks.sequence import positions_of_a_rank
 from autoplan.execute.parameters.held import memory_of, record_of
-from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
+from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, eager_code, optional_kernels
 from autoplan.patches.patched import Alone, Hold, Place, hold
 from autoplan.values import AttendAcross, CallRewrite, CallSite, Cut, LengthArgument
 
@@ -147,6 +147,16 @@ class ModuleMode(TorchFunctionMode):
         self.calls, self.name, self.frames = calls, calls.at.name, calls.at.running.frames
         self.rounds: Counter[tuple[str, str]] = Counter()
         self.reached: set[_PlannedCall] = set()
+        self.eager = Hold()
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.eager = eager_code()  # a mode in Python cannot act on calls in compiled functions
+        super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self.eager.release()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
