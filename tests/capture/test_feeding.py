@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from autoplan.capture.feeding.conditions import value_of
 from autoplan.capture.feeding.failure import Failure, Place
 from autoplan.capture.feeding.names import read_names, usual_names
 from autoplan.capture.feeding.resize import multiples, resized
-from autoplan.capture.feeding.wants import State, Want
+from autoplan.capture.feeding.wants import SIZES, Mark, State, Want
 from autoplan.capture.feeding.watch import Watch, demand_of
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.files.rule_files import rules_folder
@@ -133,6 +134,20 @@ def test_one_message_where_nothing_will_do() -> None:
     assert "Cannot.forward(request)" in text
     assert "unfamiliar.py" in text and 'request.decode("utf-8")' in text
     assert "inputs={'request': torch." in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("want", "code"),
+    [
+        (Want("size", value="length"), "10"),
+        (Want("ids", ("batch",), 9, Mark(3, True)), "torch.randint(0, 9, (2,))"),
+        (Want("list", value=tuple, items=((0, Want("float", ("batch", 5))),)), "(torch.randn(2, 5),)"),
+        (Want("list", value=NamedTuple("Two", [("x", int)]), items=((0, Want("size", value="length")),)), "Two(10)"),
+        (Want("list", items=((0, Want("value", value="mean")),)), "['mean']"),
+    ],
+)
+def test_a_guess_of_any_kind_is_shown_as_code(want: Want, code: str) -> None:
+    assert want.code(SIZES) == code
 
 
 class Padded(nn.Module):

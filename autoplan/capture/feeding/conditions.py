@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoplan.capture.feeding.failure import Failure, Place
-from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
+from autoplan.capture.feeding.resize import multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want, is_number
 from autoplan.capture.feeding.watch import origin
 from autoplan.common.torch_internals import is_fake
@@ -30,8 +30,8 @@ def asked_by_condition(place: Place, state: State) -> Iterator[State]:
     for node in ast.walk(test) if test is not None else ():
         if isinstance(node, ast.Compare) and len(node.ops) >= 1:
             left = node.left
-            for op, right in zip(node.ops, node.comparators, strict=True):
-                yield from _compared(place, state, left, op, right)
+            for right in node.comparators:
+                yield from _compared(place, state, left, right)
                 left = right
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
             yield from _instance(place, state, node)
@@ -53,7 +53,7 @@ def keys_asked_for(place: Place) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for key in wanted if isinstance(key, str)))
 
 
-def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Iterator[State]:
+def _compared(place: Place, state: State, left: ast.expr, right: ast.expr) -> Iterator[State]:
     lhs, rhs = value_of(place, left), value_of(place, right)
     paths = (*_paths(place, left), *_paths(place, right)) or tuple(path for path, _ in state.leaves())
     if _is_rank(left) or _is_rank(right):
@@ -97,8 +97,6 @@ def _compared(place: Place, state: State, left: ast.expr, op: ast.cmpop, right: 
     for have, want in _pairs(lhs, rhs):
         yield from resized(state, paths, have, want)
         yield from resized(state, paths, want, have)
-    if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and is_number(lhs) and is_number(rhs):
-        yield from larger(state, paths)
 
 
 def _plain(place: Place, state: State, side: ast.expr, wanted: Any) -> Iterator[State]:
@@ -192,9 +190,6 @@ def exact(failure: Failure) -> Iterator[State]:
             yield from _as_many_parts(failure.state, place)
     if isinstance(failure.error, ZeroDivisionError):
         yield from _no_zero(failure)
-    if isinstance(failure.error, KeyError):
-        for place in failure.places[-1:]:
-            yield from _ranks_listed(failure, place)
     if isinstance(failure.error, TypeError):
         for place in failure.places[-1:]:
             yield from _functions(failure.state, place)
@@ -227,17 +222,6 @@ def _dim_asked_for(state: State, place: Place) -> Iterator[State]:
         more = (k + 1 if k >= 0 else -k) - value.dim()
         for path, leaf in state.among(origin(value)):
             yield from of_rank(state, path, len(leaf.shape) + more)
-
-
-def _ranks_listed(failure: Failure, place: Place) -> Iterator[State]:
-    """Yield states for `table[x.ndim]` in which x has a number of dims that is a key of the table."""
-    node, state = place.expression(), failure.state
-    for inner in ast.walk(node) if node is not None else ():
-        table = value_of(place, inner.value) if isinstance(inner, ast.Subscript) and _is_rank(inner.slice) else None
-        ranks = [key for key in table if is_number(key)] if isinstance(table, dict) else []
-        for path, leaf in state.among(_paths(place, inner)):
-            for rank in ranks:
-                yield from of_rank(state, path, len(leaf.shape) + rank - failure.error.args[0])
 
 
 def unpacks_a_shape(statement: ast.stmt | None) -> tuple[str, int] | None:

@@ -22,9 +22,9 @@ from autoplan.capture.feeding.arguments import field_of, of_items, of_nodes, usu
 from autoplan.capture.feeding.conditions import keys_asked_for, value_of
 from autoplan.capture.feeding.failure import Failure, Place
 from autoplan.capture.feeding.names import usual_names
-from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, of_vectors, resized
+from autoplan.capture.feeding.resize import of_kind, of_rank, of_vectors, resized
 from autoplan.capture.feeding.wants import Path, State, Want
-from autoplan.capture.feeding.watch import demand_of, is_direct, origin
+from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.nested import flatten_tensors
 
 _UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
@@ -58,16 +58,11 @@ _NUMBER = re.compile(
 )
 _BELOW_NOTHING = re.compile(r"negative dimension (-\d+)")
 _VIEWED = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
-_SMALL = re.compile(
-    r"[Kk]ernel size|too small|Padding size|non-?empty|0 elements|zero-size|greater than|at least|[Ll]arger"
-    r"|Sizes of tensors|invalid for input of size|non-zero size|index k out of range|more than 1 value|non-negative"
-    r"|out of bounds"
-)
 
 
 def told_by_message(failure: Failure) -> Iterator[State]:
     """Yield other states, the most specific first."""
-    for derived in (_rank, _pattern, _masks, _plain_number, _dtype, _range, _sizes, _larger):
+    for derived in (_rank, _masks, _plain_number, _dtype, _sizes):
         yield from derived(failure)
 
 
@@ -156,33 +151,6 @@ def _first_channels(model: torch.nn.Module, rank: int) -> int:
     return next((m.in_channels for m in layers if isinstance(m.in_channels, int)), 0)
 
 
-def _pattern(failure: Failure) -> Iterator[State]:
-    """Yield states that fit an einops pattern: the sizes that it divides, and the number of dims that it names."""
-    text, state = failure.text, failure.state
-    pattern = re.search(r'pattern "([^"]+?)->', text)
-    shape = re.search(r"Input tensor shape: (?:torch\.Size\()?[\[(]([\d, ]*)[\])]", text)
-    if not pattern or not shape:
-        return
-    got = [int(n) for n in re.findall(r"\d+", shape[1])]
-    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", text)}
-    groups = re.findall(r"\([^)]*\)|\.\.\.|\S+", pattern[1])
-    if "..." not in groups and len(groups) != len(got):
-        for path, leaf in state.among(failure.paths[:3]):
-            rank = len(leaf.shape) + len(groups) - len(got)
-            yield from of_rank(state, path, rank, _first_channels(failure.model, rank))
-            yield from of_rank(state, path, rank)
-        return
-    for group, have in zip(groups, got, strict=False):
-        words = re.findall(r"\w+", group)
-        product = 1
-        for word in words:
-            product *= sizes.get(word, int(word) if word.isdigit() else 1)
-        if all(word in sizes or word.isdigit() for word in words) and product != have:
-            yield from resized(state, failure.paths, have, product)
-        elif product > 1 and have % product:
-            yield from multiples(state, failure.paths, have, product)
-
-
 def _masks(failure: Failure) -> Iterator[State]:
     """Yield a state whose masks are numbers instead of booleans: all of them, since they share a convention."""
     if "bool tensor is not supported" in failure.text or "dtype bool" in failure.text.lower():
@@ -213,29 +181,6 @@ def _dtype(failure: Failure) -> Iterator[State]:
     for path in failure.paths[:3]:
         for kind in order:
             yield from of_kind(failure.state, path, kind)
-
-
-def _range(failure: Failure) -> Iterator[State]:
-    """Yield states with smaller ids, or with a sequence as long as a table of positions."""
-    if not isinstance(failure.error, IndexError | RuntimeError) or not re.search(
-        r"out of (?:range|bounds)|smaller than num_classes|must be .*less than|larger than|interval", failure.text
-    ):
-        return
-    state = failure.state
-    limits = [int(n) for n in re.findall(r"with size (\d+)", failure.text)]
-    failed = failure.watch.failed
-    looks_up = failed is not None and (demand := demand_of(failed)) is not None and demand.kind == "ids"
-    for path in failure.paths[:3]:
-        leaf = state.at(path)
-        if leaf is not None and leaf.kind == "float" and not looks_up:  # cast to integers on the way
-            yield from of_kind(state, path, "unit")
-        for below in (*limits, 2, 1):
-            if leaf is not None and leaf.kind == "ids" and leaf.below != below:
-                yield from of_kind(state, path, "ids", below)
-    for limit in limits:
-        yield from resized(state, failure.paths, state.sizes["length"], limit)
-    for shorter in (8, 4):
-        yield state.with_size("length", shorter)
 
 
 def index_outside(failure: Failure) -> tuple[int, int, int] | None:
@@ -295,11 +240,6 @@ def _viewed(failure: Failure) -> Iterator[State]:
         have = isqrt(int(viewed[2]) // prod(shape[:-2]))
         if have**2 * prod(shape[:-2]) == int(viewed[2]):
             yield from resized(failure.state, failure.paths, have, shape[-1])
-
-
-def _larger(failure: Failure) -> Iterator[State]:
-    if _SMALL.search(failure.text) or isinstance(failure.error, ZeroDivisionError):
-        yield from larger(failure.state, failure.paths)
 
 
 _FEW = 6

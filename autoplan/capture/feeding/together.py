@@ -9,7 +9,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -23,12 +22,9 @@ from autoplan.capture.feeding.watch import Demand, FailedCall, is_direct, origin
 from autoplan.ops import call_record
 from autoplan.ops.indexing import takes_bags, takes_targets
 from autoplan.ops.pieces import joins
-from autoplan.ops.records.answers import Shows
-from autoplan.ops.records.on_shards import SHAPE
 from autoplan.ops.reductions import compares
 
 MOST_PARTS = 12  # most items that a list is given
-_TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "length"))  # by position or pair of them
 _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
 
 
@@ -115,8 +111,6 @@ def fitting(failure: Failure) -> Iterator[State]:
     op = call_record(call.name)
     if takes_targets(call.name):
         yield from _targets(failure.state, call)
-    elif op.sizes == SHAPE and op.shows is Shows.RESHAPED:
-        yield from _viewed(failure.state, call)
     elif takes_bags(op.becomes):
         for path in origin(call.get(2, "offsets")):
             if (leaf := failure.state.at(path)) is not None and leaf.kind != "positions":
@@ -125,8 +119,6 @@ def fitting(failure: Failure) -> Iterator[State]:
         tensors = [tensor for tensor in call.tensors() if tensor.dim()]
         for tensor, table in itertools.permutations(tensors, 2):
             yield from _without_positions(failure.state, tensor, table)
-        for tensor, other in itertools.permutations(tensors, 2):
-            yield from _fewer_dims(failure.state, tensor, other)
         for tensor, other in itertools.permutations(tensors, 2):
             yield from _alike(failure.state, tensor, other)
 
@@ -138,19 +130,6 @@ def _targets(state: State, call: FailedCall) -> Iterator[State]:
             yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
 
 
-def _viewed(state: State, call: FailedCall) -> Iterator[State]:
-    """Yield states for an argument that is viewed: with as many numbers, one per position or pair of positions."""
-    tensor = call.get(0, "input")
-    sizes = [size for part in call.args[1:] for size in (part if isinstance(part, list | tuple) else (part,))]
-    path = next(iter(origin(tensor)), None)
-    leaf = state.at(path) if path is not None and is_direct(tensor) else None
-    if path is None or leaf is None or not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        return
-    for shape in _TABLES:
-        if prod(state.sizes[name] for name in shape) == prod(sizes):
-            yield state.with_want(path, replace(leaf, shape=shape))
-
-
 def _without_positions(state: State, tensor: torch.Tensor, kept: torch.Tensor) -> Iterator[State]:
     """Yield a state whose arguments have positions: a table in the model has a row for each, and no batch."""
     rows = kept.shape[0]
@@ -160,13 +139,6 @@ def _without_positions(state: State, tensor: torch.Tensor, kept: torch.Tensor) -
             state = state.with_want(path, replace(leaf, shape=(BATCH, rows, *leaf.shape[1:])))
         if leaves:
             yield state
-
-
-def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
-    """Yield states for an argument whose result has more dims than what it is added to: it has that many fewer."""
-    for path in origin(tensor) if not is_direct(tensor) and tensor.dim() > made.dim() > 1 else ():
-        if (leaf := state.at(path)) is not None:
-            yield from of_rank(state, path, len(leaf.shape) + made.dim() - tensor.dim())
 
 
 def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:

@@ -105,6 +105,11 @@ class Want:
         """Return Python code that makes such a value."""
         if self.kind == "value":
             return f"torch.{self.value.__name__}" if isinstance(self.value, BuiltinFunctionType) else repr(self.value)
+        inside = ", ".join(item.code(sizes) for _, item in self.items)
+        if self.kind == "list":
+            if self.value in (None, tuple):
+                return f"({inside},)" if self.value is tuple else f"[{inside}]"
+            return f"{self.value.__name__}({inside})"
         shape = ", ".join(map(str, self.sizes(sizes)))
         codes = {
             "ids": f"torch.randint(0, {self._below(sizes)}, ({shape},))",
@@ -120,17 +125,10 @@ class Want:
             "positions": f"torch.arange({self.sizes(sizes)[-1:] and self.sizes(sizes)[-1]}).expand({shape})",
             "borders": f"torch.tensor({_borders(sizes)})",
             "size": str(sizes.get(str(self.value))),
-            "list": self._list_code(sizes),
             "record": f"{self._class}({', '.join(f'{key}={item.code(sizes)}' for key, item in self.items)})",
             "dict": "{" + ", ".join(f"{self._shown(key)}: {item.code(sizes)}" for key, item in self.items) + "}",
         }
         return codes.get(self.kind, repr(self.value))
-
-    def _list_code(self, sizes: Mapping[str, int]) -> str:
-        inside = ", ".join(item.code(sizes) for _, item in self.items)
-        if self.value in (None, tuple):
-            return f"({inside},)" if self.value is tuple else f"[{inside}]"
-        return f"{self.value.__name__}({inside})"
 
     def _shown(self, key: str | int) -> str:
         return repr(key) if self.value is None else str(key)
