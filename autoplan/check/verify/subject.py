@@ -10,6 +10,7 @@ the model back after each.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import zlib
@@ -17,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy
@@ -256,7 +258,8 @@ def _placed(value: Any, device: torch.device) -> Any:
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Put back parameters, buffers, attributes of modules and what is in their containers."""
-    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(module)) for module in model.modules())]
+    same: dict[int, Any] = {id(one): one for one in (*model.modules(), *_tensors(model))}
+    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(module), same) for module in model.modules())]
     try:
         yield
     finally:
@@ -284,13 +287,15 @@ def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
     return put_back
 
 
-def _of_container(container: Any) -> Callable[[], None]:
-    """Return the function that puts back the items of a container and of the containers in it, the same objects."""
+def _of_container(container: Any, same: dict[int, Any]) -> Callable[[], None]:
+    """Return the function that puts back the items of a container, and of containers and plain objects in it: the same
+    objects but for iterators. `same`: what copies of these share."""
     if not container:  # most are: a module's hooks
         return container.clear
-    items = list(container.items()) if isinstance(container, dict) else list(container)
-    values = container.values() if isinstance(container, dict) else items
-    inner = [_of_container(value) for value in values if type(value) in _CONTAINERS]
+    values = list(container.values() if isinstance(container, dict) else container)
+    inner = [_of_container(items, same) for items in map(partial(_items_of, same=same), values) if items is not None]
+    values = [_standing_still(value, same) if type(value).__module__ in _ITERATORS else value for value in values]
+    items = list(zip(container, values, strict=True)) if isinstance(container, dict) else values
 
     def put_back() -> None:
         for put_inner_back in inner:
@@ -306,6 +311,29 @@ def _of_container(container: Any) -> Callable[[], None]:
 
 # Hooks are put back too: a library may set them in its first forward, and keep an attribute that says so
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
+_ITERATORS = ("builtins", "itertools")  # modules whose iterators can be copied, but for generators
+_OTHERS = ("abc", "builtins", "collections", "enum", "functools", "itertools", "torch", "transformers", "weakref")
+
+
+def _items_of(value: Any, same: dict[int, Any]) -> Any:
+    """Return a container, or the attributes of an object of a plain class that was not met before; else None."""
+    if type(value) in _CONTAINERS:
+        return value
+    if type(value).__module__.partition(".")[0] in _OTHERS or isinstance(value, nn.Module | type) or id(value) in same:
+        return None
+    same[id(value)] = value
+    attributes = getattr(value, "__dict__", None)
+    return attributes if type(attributes) is dict else None
+
+
+def _standing_still(value: Any, same: dict[int, Any]) -> Any:
+    """Return a copy of an iterator, which will be where this one is now; any other value itself."""
+    if not isinstance(value, Iterator):
+        return value
+    try:
+        return copy.deepcopy(value, same)
+    except TypeError:
+        return value
 
 
 def _flat(items: list[Any]) -> list[Any]:

@@ -200,7 +200,9 @@ class Frozen(Pair):
             super().__setattr__(name, value)
 
         def forward(self, x):
-            return x + self.down(self.inner(x).view(*x.shape[:2], 4, -1).cumsum(-1).reshape(*x.shape[:2], -1) / self.width)
+            return x + self.down(
+                self.inner(x).view(*x.shape[:2], 4, -1).cumsum(-1).reshape(*x.shape[:2], -1) / self.width
+            )
 
     def __init__(self):
         super().__init__(self.Sealed())

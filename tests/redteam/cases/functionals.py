@@ -8,7 +8,18 @@ import torch
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -285,7 +296,9 @@ class SavedElsewhere(Mlp):
     def forward(self, x):
         with torch.autograd.graph.save_on_cpu():
             h = self.inner(x)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.shape, t.flatten()), lambda kept: kept[1].view(kept[0])):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.shape, t.flatten()), lambda kept: kept[1].view(kept[0])
+        ):
             return x + self.down(h.sin())
 
 

@@ -66,7 +66,9 @@ class Spaces(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleDict({"first layer": nn.Linear(16, 32), "größe": nn.Linear(16, 32), "выход": nn.Linear(32, 16)})
+        self.parts = nn.ModuleDict(
+            {"first layer": nn.Linear(16, 32), "größe": nn.Linear(16, 32), "выход": nn.Linear(32, 16)}
+        )
 
     def forward(self, x):
         return x + self.parts["выход"](self.parts["first layer"](x).sigmoid() * self.parts["größe"](x))

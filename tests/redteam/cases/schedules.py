@@ -310,3 +310,79 @@ class SettingsRestored(nn.Module):
         finally:
             self.attn.heads = before
         return self.mlp(self.attn(x))
+
+
+class Turn:
+    """A plain object that counts."""
+
+    def __init__(self, *widths):
+        self.widths, self.at = widths, 0
+
+    def following(self):
+        self.at += 1
+        return self.widths[(self.at - 1) % len(self.widths)]
+
+
+@case(*THRICE, tp=(2, 4), allowed=HOSTILE)
+class WidthFromObject(nn.Module):
+    """As WidthOfTurn, with the count in an object beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.turn = nn.Linear(16, 32), nn.Linear(32, 16), Turn(32, 16, 8)
+
+    def forward(self, x):
+        width = self.turn.following()
+        h = F.relu(F.linear(x, self.up.weight[:width], self.up.bias[:width]))
+        return x + F.linear(h, self.down.weight[:, :width], self.down.bias)
+
+
+@case(*THRICE, tp=(2, 4), allowed=HOSTILE)
+class WidthFromGenerator(nn.Module):
+    """As WidthOfTurn, by a function that keeps the count in its closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        at = [0]
+
+        def following():
+            at[0] += 1
+            return (32, 16, 8)[(at[0] - 1) % 3]
+
+        self.following = following
+
+    def forward(self, x):
+        width = self.following()
+        h = F.relu(F.linear(x, self.up.weight[:width], self.up.bias[:width]))
+        return x + F.linear(h, self.down.weight[:, :width], self.down.bias)
+
+
+@case(*THRICE, tp=(2, 4), allowed=HOSTILE)
+class WidthInDict(nn.Module):
+    """As WidthOfTurn, from a list that is turned at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.settings = nn.Linear(16, 32), nn.Linear(32, 16), {"widths": [32, 16, 8]}
+
+    def forward(self, x):
+        width = self.settings["widths"][0]
+        self.settings["widths"].append(self.settings["widths"].pop(0))
+        h = F.relu(F.linear(x, self.up.weight[:width], self.up.bias[:width]))
+        return x + F.linear(h, self.down.weight[:, :width], self.down.bias)
+
+
+@case(*THRICE, tp=(2, 4), allowed=HOSTILE)
+class SpreadOfTurn(nn.Module):
+    """Every second call takes all units, the others one half of them for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.halves = nn.Linear(16, 32), nn.Linear(32, 16), itertools.cycle((False, True))
+
+    def forward(self, x):
+        h = F.gelu(self.up(x))
+        if next(self.halves):
+            h = h[..., :16].repeat(1, 1, 2)
+        return x + self.down(h)

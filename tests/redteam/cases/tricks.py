@@ -141,7 +141,9 @@ class Consistency(Net):
 
     def forward(self, x):
         one, two = (self.down(torch.relu(self.up(x)) * m.to(x.dtype)).log_softmax(-1) for m in self.masks)
-        loss = F.kl_div(one, two, log_target=True, reduction="sum") + F.kl_div(two, one, log_target=True, reduction="sum")
+        loss = F.kl_div(one, two, log_target=True, reduction="sum") + F.kl_div(
+            two, one, log_target=True, reduction="sum"
+        )
         return (one + two) / 2, loss / len(x)
 
 
@@ -196,7 +198,9 @@ class EarlyExitsVote(nn.Module):
             logits.append(exit_(x.mean(1)))
         votes = torch.stack(logits)
         sure = 1 - torch.distributions.Categorical(logits=votes).entropy() / 8**0.5
-        teach = F.kl_div(votes[:-1].log_softmax(-1), votes[-1:].detach().softmax(-1).expand_as(votes[:-1]), reduction="batchmean")
+        teach = F.kl_div(
+            votes[:-1].log_softmax(-1), votes[-1:].detach().softmax(-1).expand_as(votes[:-1]), reduction="batchmean"
+        )
         return (votes * sure.softmax(0).unsqueeze(-1)).sum(0), teach
 
 
