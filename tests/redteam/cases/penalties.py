@@ -1,4 +1,4 @@
-"""Terms of losses on hidden values: kernels, correlations, spectra, distributions, sensitivities, agreement of tasks."""
+"""Terms of losses on hidden values: kernels, correlations, spectra, laws, sensitivities, agreement of tasks."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Independence(Two):
     def penalty(self, a, b):
         n = len(a)
         centre = torch.eye(n, dtype=a.dtype) - 1.0 / n
-        k, l = torch.exp(-torch.cdist(a, a)), b @ b.T
-        return torch.trace(k @ centre @ l @ centre) / (n - 1) ** 2
+        near, alike = torch.exp(-torch.cdist(a, a)), b @ b.T
+        return torch.trace(near @ centre @ alike @ centre) / (n - 1) ** 2
 
 
 @case(call(ROWS), tp=(2, 4))

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..case import HOSTILE, call, case, floats
-from ..parts import Mlp
 
 X = floats(2, 6, 16)
 
@@ -29,7 +28,7 @@ class Inner(nn.Module):
         return x + self.down(self.change(torch.tanh(self.up(x))))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def ramp(width):
     return torch.linspace(-1, 1, width, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""What a module does changes from call to call: curricula, swapped parts, callbacks, scopes, properties, growing state."""
+"""What a module does changes from call to call: curricula, swapped parts, callbacks, scopes, growing state."""
 
 from __future__ import annotations
 

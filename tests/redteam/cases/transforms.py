@@ -235,8 +235,9 @@ class SeldomModules(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(16, 64), nn.Linear(16, 16)
         self.parts = nn.Sequential(
-            nn.GLU(-1), nn.Hardshrink(0.1), nn.LPPool1d(2, 2), nn.Threshold(0.05, 0.0), nn.Softsign(), nn.Unflatten(-1, (4, 4)),
-            nn.Softmin(-2), nn.Flatten(-2), nn.CELU(0.5), nn.ConstantPad1d((0, 0), 1.0), nn.Tanhshrink(),
+            nn.GLU(-1), nn.Hardshrink(0.1), nn.LPPool1d(2, 2), nn.Threshold(0.05, 0.0), nn.Softsign(),
+            nn.Unflatten(-1, (4, 4)), nn.Softmin(-2), nn.Flatten(-2), nn.CELU(0.5), nn.ConstantPad1d((0, 0), 1.0),
+            nn.Tanhshrink(),
         )  # fmt: skip
         self.slope = nn.PReLU(64)
 
