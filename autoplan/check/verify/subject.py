@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy
@@ -288,12 +288,12 @@ def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
 
 
 def _of_container(container: Any, same: dict[int, Any]) -> Callable[[], None]:
-    """Return the function that puts back the items of a container, and of containers and plain objects in it: the same
-    objects but for iterators. `same`: what copies of these share."""
+    """Return the function that puts back the items of a container, and of what is in it: the same objects but for
+    iterators. `same`: what copies of these share."""
     if not container:  # most are: a module's hooks
         return container.clear
     values = list(container.values() if isinstance(container, dict) else container)
-    inner = [_of_container(items, same) for items in map(partial(_items_of, same=same), values) if items is not None]
+    inner = [undo for value in values if (undo := _of_value(value, same)) is not None]
     values = [_standing_still(value, same) if type(value).__module__ in _ITERATORS else value for value in values]
     items = list(zip(container, values, strict=True)) if isinstance(container, dict) else values
 
@@ -312,18 +312,36 @@ def _of_container(container: Any, same: dict[int, Any]) -> Callable[[], None]:
 # Hooks are put back too: a library may set them in its first forward, and keep an attribute that says so
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 _ITERATORS = ("builtins", "itertools")  # modules whose iterators can be copied, but for generators
-_OTHERS = ("abc", "builtins", "collections", "enum", "functools", "itertools", "torch", "transformers", "weakref")
+# packages whose objects are left alone, and whose functions are
+_OTHERS = ("autoplan", "builtins", "functools", "torch", "transformers", "weakref")
 
 
-def _items_of(value: Any, same: dict[int, Any]) -> Any:
-    """Return a container, or the attributes of an object of a plain class that was not met before; else None."""
+def _of_value(value: Any, same: dict[int, Any]) -> Callable[[], None] | None:
+    """Return the function that puts back a container, what a function closes over, or the attributes of an object of a
+    plain class, where it was not met before; None for other values."""
     if type(value) in _CONTAINERS:
-        return value
-    if type(value).__module__.partition(".")[0] in _OTHERS or isinstance(value, nn.Module | type) or id(value) in same:
+        return _of_container(value, same)
+    home = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    if str(home).partition(".")[0] in _OTHERS or isinstance(value, nn.Module | type) or id(value) in same:
         return None
     same[id(value)] = value
+    if isinstance(value, FunctionType):
+        return _of_cells(value.__closure__ or (), same)
     attributes = getattr(value, "__dict__", None)
-    return attributes if type(attributes) is dict else None
+    return _of_container(attributes, same) if type(attributes) is dict else None
+
+
+def _of_cells(cells: tuple[CellType, ...], same: dict[int, Any]) -> Callable[[], None]:
+    full = [(cell, cell.cell_contents) for cell in cells if cell != CellType()]
+    inner = [undo for _, contents in full if (undo := _of_value(contents, same)) is not None]
+
+    def put_back() -> None:
+        for put_inner_back in inner:
+            put_inner_back()
+        for cell, contents in full:
+            cell.cell_contents = contents
+
+    return put_back
 
 
 def _standing_still(value: Any, same: dict[int, Any]) -> Any:
