@@ -313,7 +313,7 @@ def _of_container(container: Any, same: dict[int, Any]) -> Callable[[], None]:
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 _ITERATORS = ("builtins", "itertools")  # modules whose iterators can be copied, but for generators
 # packages whose objects are left alone, and whose functions are
-_OTHERS = ("autoplan", "builtins", "functools", "torch", "transformers", "weakref")
+_OTHERS = ("autoplan", "builtins", "functools", "itertools", "torch", "transformers", "weakref")
 
 
 def _of_value(value: Any, same: dict[int, Any]) -> Callable[[], None] | None:

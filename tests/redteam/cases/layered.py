@@ -7,6 +7,7 @@ from . import dunders, functionals, namings, reckonings, schedules, transforms, 
 from .streams import stacked
 
 IDS = ids(2, 12)
+PAD = {"sequence_padding": "pad"}
 _BLOCKS = (
     dunders.OperatorsOfModules,
     dunders.CopiedShallowly,
@@ -45,4 +46,4 @@ for _block in (*_BLOCKS, *_KEEP):
     _build = stacked(_block)
     _build.__module__ = __name__
     _both = None if _block is reckonings.SizesInTuple else True
-    case(call(IDS), sequence=_both, cp=2, allowed=HOSTILE)(_build)
+    case(call(IDS), sequence=_both, cp=2, allowed=HOSTILE, options=PAD)(_build)
