@@ -127,7 +127,6 @@ class Budget:
 
 
 GENERATORS = "the generators of random and numpy.random"
-_LEVELS = "the levels of forward derivatives"
 
 _LIBRARIES = ("torch", "transformers", "autoplan", "builtins")
 
@@ -159,8 +158,8 @@ class KeptOutside:
             self.changed += (GENERATORS,)
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
-        if forward_level() >= 0 and _LEVELS not in self.changed:
-            self.changed += (_LEVELS,)
+        if not self.changed and forward_level() >= 0:
+            self.changed = ("the levels of forward derivatives",)
         if not self.changed and type(module) in self.classes:
             now = dict(self._now())
             self.changed = tuple(name for name, value in self.before.items() if not _alike(value, now.get(name)))
