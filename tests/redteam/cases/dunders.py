@@ -86,7 +86,7 @@ class HasALock(Pair):
         super().__init__(self.Locked())
 
 
-@case(call(X), tp=(2, 4))
+@case(call(X), tp=(2, 4), allowed=HOSTILE)
 class HasALockPlainly(Pair):
     """A lock that no pickle takes."""
 
