@@ -56,7 +56,7 @@ _ASKED: tuple[Any, ...] = (
 
 def _changes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return func == torch.Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
 
 
 def _refuse(tensor: Any, asked: bool) -> None:
