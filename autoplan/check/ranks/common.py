@@ -23,7 +23,6 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.random_values import drawn_so_far
-from autoplan.common.torch_internals import forward_level
 from autoplan.hf.driving import SLOW_TO_IMPORT
 from autoplan.patches.simulated_ranks import host_generators
 
@@ -122,8 +121,7 @@ class Budget:
 # The problem: packages of routed experts collect their losses in a list of a Python module. Ranks as threads share one
 # process, so each would find the others' entries there, and a right plan would look wrong. One run shows what changes;
 # the ranks of such a model are processes, as in training. So are those of a model that draws from the generators of the
-# process without the functions of `random` and `numpy.random`, which are per thread (scipy's distributions do), and of
-# one that takes forward derivatives (`torch.func.jvp`, `hessian`): torch counts their levels for the process.
+# process without the functions of `random` and `numpy.random`, which are per thread (scipy's distributions do).
 
 
 GENERATORS = "the generators of random and numpy.random"
@@ -144,7 +142,7 @@ class KeptOutside:
         self.changed: tuple[str, ...] = ()
 
     def __enter__(self) -> KeptOutside:
-        self._handle = register_module_forward_hook(self._look) if self.classes else None
+        self._handle = register_module_forward_hook(self._look) if self.before else None
         own = random.Random(0), numpy.random.RandomState(0)
         self._drawn, self._by_name = drawn_so_far()[1:], host_generators(lambda: own)
         self._by_name.__enter__()
@@ -158,8 +156,6 @@ class KeptOutside:
             self.changed += (GENERATORS,)
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.changed and forward_level() >= 0:
-            self.changed = ("the levels of forward derivatives",)
         if not self.changed and type(module) in self.classes:
             now = dict(self._now())
             self.changed = tuple(name for name, value in self.before.items() if not _alike(value, now.get(name)))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -30,12 +31,7 @@ from autoplan.common.nested import (
     signature_names,
 )
 from autoplan.common.patterns import is_under, matches
-from autoplan.common.torch_internals import (
-    DisableTorchFunction,
-    forward_level,
-    own_parameters,
-    transforms_are_active,
-)
+from autoplan.common.torch_internals import DisableTorchFunction, own_parameters, transforms_are_active
 from autoplan.execute import collectives
 from autoplan.execute.collectives import (
     RankGroup,
@@ -238,7 +234,7 @@ def refuse_transforms(module: nn.Module) -> None:
         return  # compilers use transforms internally; that of torch 2.11 reports an export
     if transforms_are_active():
         how, instead = "a torch.func transform (grad, vjp, jvp, vmap)", "torch.autograd.grad, with create_graph"
-    elif forward_level() >= 0:
+    elif forward_ad._current_level >= 0:
         how, instead = "a forward derivative", "torch.autograd.grad"
     elif torch.compiler.is_exporting():
         how, instead = "torch.export", "torch.compile, or exporting the unsharded model"
