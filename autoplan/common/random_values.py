@@ -82,7 +82,12 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             parameter.copy_(min(_WEIGHT_STD, max(summed, 1.0) ** -0.5) * noise)
         else:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
+            compared = parameter.dtype.itemsize > 1 and parameter.numel() > 0
+            above, below = compared and bool((parameter > 0).all()), compared and bool((parameter < 0).all())
             parameter.add_(_VECTOR_STD * noise)
+            # Numbers of one sign keep it: with a negative step or temperature much of a model has no gradient
+            if above or below:
+                parameter.copy_(parameter.abs() if above else -parameter.abs())
 
 
 def fill_meta(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -125,9 +125,10 @@ class _Module:
 
 @dataclass
 class _Tensor:
-    """A parameter or buffer: its memory, its gradient, its hooks, and the attributes that libraries set on it."""
+    """A parameter or buffer: its class, its memory, its gradient, its hooks, and the attributes that libraries set."""
 
     tensor: torch.Tensor
+    kind: type
     data: torch.Tensor
     grad: torch.Tensor | None
     requires_grad: bool
@@ -140,10 +141,14 @@ class _Tensor:
         hooks = gradient_hooks(tensor)
         contents = [(hook, _items(hook)) for hook in hooks if isinstance(hook, dict)]
         grad = tensor.grad if tensor.is_leaf else None
-        return _Tensor(tensor, tensor.detach(), grad, tensor.requires_grad, dict(vars(tensor)), hooks, contents)
+        return _Tensor(
+            tensor, type(tensor), tensor.detach(), grad, tensor.requires_grad, dict(vars(tensor)), hooks, contents
+        )
 
     def put_back(self) -> None:
-        tensor = self.tensor
+        tensor: Any = self.tensor
+        if type(tensor) is not self.kind:  # one that was replaced
+            tensor.__class__ = self.kind
         if tensor.device != self.data.device:  # FSDP2 moves a parameter to the mesh's device in place
             tensor.data = self.data
         if tensor.is_leaf:

@@ -14,6 +14,21 @@ KNOWN: dict[str, str] = {
     "makings/Ragged@tp2": "a sound model is refused: the rows of a nested tensor have no one size",
     "constrained/RowsRenormed@tp2": "a sound model is refused: weights that are replaced by .data are not split",
     "constrained/RowsRenormed@tp4": "as at tp 2",
+    "dunders/EqualByWeights@tp2": "a sound model is refused: a module equals its copy, and is taken for it",
+    "dunders/EqualByWeights@tp4": "as at tp 2",
+    "functionals/CurvatureOfRows@tp2": "a sound model is refused: nothing inside of a forward derivative is split",
+    "functionals/CurvatureOfRows@tp4": "as at tp 2",
+    "functionals/TransformsOfCalls@tp2": "a sound model is refused: sizes inside of vmap over a backward are a rank's",
+    "functionals/TransformsOfCalls@tp4": "as at tp 2",
+    "layered/StackedCheckpointedVariously@tp2+sp": "wrong: a gradient is summed at the first of two blocks alone",
+    "namings/OwnKindOfParameter@tp2": "a sound model is refused: copies of parameters lose their class",
+    "namings/OwnKindOfParameter@tp4": "as at tp 2",
+    "penalties/BalancedByGradients@tp2": "a sound model is refused: a weight that is read twice in a call is two "
+    "tensors, and has no gradient as the second",
+    "penalties/BalancedByGradients@tp4": "as at tp 2",
+    "penalties/JacobianOfHidden@tp2": "a sound model is refused: inputs are looked for without gradients, where it "
+    "does not run",
+    "penalties/JacobianOfHidden@tp4": "as at tp 2",
     "state/HeadsChangedBetween@tp2": "wrong: the number of heads that a user sets between calls is the count on a "
     "rank, so that nothing shows it",
 }

@@ -10,6 +10,7 @@ the model back after each.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import zlib
@@ -17,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy
@@ -258,7 +260,8 @@ def _placed(value: Any, device: torch.device) -> Any:
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Put back parameters, buffers, attributes of modules and what is in their containers."""
-    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(module)) for module in model.modules())]
+    same: dict[int, Any] = {id(one): one for one in (*model.modules(), *_tensors(model))}
+    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(module), same) for module in model.modules())]
     try:
         yield
     finally:
@@ -286,13 +289,15 @@ def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:
     return put_back
 
 
-def _of_container(container: Any) -> Callable[[], None]:
-    """Return the function that puts back the items of a container and of the containers in it, the same objects."""
+def _of_container(container: Any, same: dict[int, Any]) -> Callable[[], None]:
+    """Return the function that puts back the items of a container, and of what is in it: the same objects but for
+    iterators. `same`: what copies of these share."""
     if not container:  # most are: a module's hooks
         return container.clear
-    items = list(container.items()) if isinstance(container, dict) else list(container)
-    values = container.values() if isinstance(container, dict) else items
-    inner = [_of_container(value) for value in values if type(value) in _CONTAINERS]
+    values = list(container.values() if isinstance(container, dict) else container)
+    inner = [undo for value in values if (undo := _of_value(value, same)) is not None]
+    values = [_standing_still(value, same) if type(value).__module__ in _ITERATORS else value for value in values]
+    items = list(zip(container, values, strict=True)) if isinstance(container, dict) else values
 
     def put_back() -> None:
         for put_inner_back in inner:
@@ -308,6 +313,47 @@ def _of_container(container: Any) -> Callable[[], None]:
 
 # Hooks are put back too: a library may set them in its first forward, and keep an attribute that says so
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
+_ITERATORS = ("builtins", "itertools")  # modules whose iterators can be copied, but for generators
+# packages whose objects are left alone, and whose functions are
+_OTHERS = ("autoplan", "builtins", "functools", "itertools", "torch", "transformers", "weakref")
+
+
+def _of_value(value: Any, same: dict[int, Any]) -> Callable[[], None] | None:
+    """Return the function that puts back a container, what a function closes over, or the attributes of an object of a
+    plain class, where it was not met before; None for other values."""
+    if type(value) in _CONTAINERS:
+        return _of_container(value, same)
+    home = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    if str(home).partition(".")[0] in _OTHERS or isinstance(value, nn.Module | type) or id(value) in same:
+        return None
+    same[id(value)] = value
+    if isinstance(value, FunctionType):
+        return _of_cells(value.__closure__ or (), same)
+    attributes = getattr(value, "__dict__", None)
+    return _of_container(attributes, same) if type(attributes) is dict else None
+
+
+def _of_cells(cells: tuple[CellType, ...], same: dict[int, Any]) -> Callable[[], None]:
+    full = [(cell, cell.cell_contents) for cell in cells if cell != CellType()]
+    inner = [undo for _, contents in full if (undo := _of_value(contents, same)) is not None]
+
+    def put_back() -> None:
+        for put_inner_back in inner:
+            put_inner_back()
+        for cell, contents in full:
+            cell.cell_contents = contents
+
+    return put_back
+
+
+def _standing_still(value: Any, same: dict[int, Any]) -> Any:
+    """Return a copy of an iterator, which will be where this one is now; any other value itself."""
+    if not isinstance(value, Iterator):
+        return value
+    try:
+        return copy.deepcopy(value, same)
+    except TypeError:
+        return value
 
 
 def _flat(items: list[Any]) -> list[Any]:

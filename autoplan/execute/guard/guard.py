@@ -177,6 +177,7 @@ class PathGuard:
         self.mode = Paused(self.running)
         self.mode.__enter__()
         self.eager = eager_code()
+        self.eager.until_gone(self.running)  # an interrupted rank may not come to `stop`
         this.marks = self.running.marks
         set_running(self.running)
         follow(self.running.enter)

@@ -152,6 +152,7 @@ class ModuleMode(TorchFunctionMode):
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
             self.eager = eager_code()  # a mode in Python cannot act on calls in compiled functions
+            self.eager.until_gone(self)  # an interrupted rank may not come to `__exit__`
         super().__enter__()
 
     def __exit__(self, *exception: object) -> None:

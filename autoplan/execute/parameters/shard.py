@@ -28,6 +28,7 @@ from autoplan.execute.agreement import meet
 from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.execute.parameters.held import Held, ModuleRecord, Reading
 from autoplan.execute.parameters.local_views import refresh_flat_weights, view_class
+from autoplan.execute.parameters.replaced import mark_replaced, unmark_replaced
 from autoplan.execute.parameters.state_dict import register_hooks
 from autoplan.patches.classes import give_class
 from autoplan.values import ParameterRule
@@ -79,6 +80,7 @@ def prepare_parameters(
         kind: Any = type(module)
         prepared.modules.append((module, record, kind, view_class(kind, tuple(record.parameters))))
     _refuse_differing_ranks(builder)
+    prepared.replaced += [(fqn, old) for fqn, old in builder.originals if builder.made[id(old)][0] is not old]
     return prepared
 
 
@@ -89,6 +91,7 @@ class Prepared:
     model: nn.Module
     swaps: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)  # where, its name, old, new
     modules: list[tuple[nn.Module, ModuleRecord, type[nn.Module], type[nn.Module]]] = field(default_factory=list)
+    replaced: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def commit(self) -> None:
@@ -96,6 +99,8 @@ class Prepared:
         assert not self._hooks, "committed already"
         for where, name, _, new in self.swaps:
             where[name] = new
+        for fqn, old_parameter in self.replaced:
+            mark_replaced(old_parameter, fqn)
         for module, record, _, view in self.modules:
             record.attach(module)
             give_class(module, view)
@@ -109,6 +114,8 @@ class Prepared:
         self._hooks.clear()
         for where, name, old, _ in self.swaps:
             where[name] = old
+        for _, parameter in self.replaced:
+            unmark_replaced(parameter)
         for module, _, cls, _ in self.modules:
             give_class(module, cls)
             ModuleRecord.detach(module)
@@ -123,7 +130,7 @@ class _Builder:
         self.mesh, self.group, self.rules, self.whole, self.context = mesh, group, rules, whole, context
         self.device = mesh_device(mesh)
         self.made: dict[int, tuple[nn.Parameter, Held]] = {}
-        self.originals: list[tuple[str, torch.Tensor]] = []
+        self.originals: list[tuple[str, nn.Parameter]] = []
 
     def parameter(self, fqn: str, parameter: nn.Parameter, *, fused: bool) -> tuple[nn.Parameter, Held]:
         if id(parameter) not in self.made:
