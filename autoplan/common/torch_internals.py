@@ -17,6 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
@@ -188,6 +189,18 @@ def schema_of(op: Any) -> Any:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number of the tensor's storage, its own while it lives; `data_ptr` is 0 where there is no memory."""
     return cast(int, tensor.untyped_storage()._cdata)
+
+
+def fake_like(
+    mode: FakeTensorMode, base: torch.Tensor | None, shape: torch.Size, stride: tuple[int, ...], offset: int,
+    dtype: torch.dtype, device: torch.device,
+) -> FakeTensor:  # fmt: skip
+    """Return a fake tensor of this shape, on the storage of `base` if given; ops of the mode take longer."""
+    with in_kernel_invocation_manager(mode):
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if base is not None:
+            made.set_(base.untyped_storage(), offset, shape, stride)
+        return FakeTensor(mode, made, device)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -119,6 +119,20 @@ def _is_fake() -> bool:
     return bool(fake_tensor.is_fake(inside) and not fake_tensor.is_fake(torch.ones(2)))
 
 
+@ENGINES.hold(
+    "a tensor without storage is made from its shape", "torch._subclasses.fake_tensor.in_kernel_invocation_manager"
+)
+def _made_by_shape() -> bool:
+    with fake_tensor.FakeTensorMode() as mode:
+        base = torch.ones(2, 3)
+        with fake_tensor.in_kernel_invocation_manager(mode):
+            empty = torch.empty_strided((3, 2), (1, 3), device="meta")
+            empty.set_(base.untyped_storage(), 0, (3, 2), (1, 3))
+        made = fake_tensor.FakeTensor(mode, empty, torch.device("cpu"))
+        same = made.untyped_storage()._cdata == base.untyped_storage()._cdata
+        return bool(same and made.shape == (3, 2) and made.device.type == "cpu" and mode.cache_enabled in (False, True))
+
+
 @ENGINES.hold("no messages are sent for tensors without values", "torch._guards.detect_fake_mode")
 def _detected() -> bool:
     with fake_tensor.FakeTensorMode() as mode:

@@ -25,6 +25,7 @@ from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.layout import Layout
 from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish, check_argument
 from autoplan.common.random_values import untouched_randomness
+from autoplan.forecast.recording.known_ops import KnownOps
 from autoplan.forecast.recording.record import record_step
 from autoplan.forecast.recording.tape import LeftOut, Program, Tape, blended, program_of
 from autoplan.forecast.sharded import Copy, UnitSize, fake_mesh, group_names, sharded_copy
@@ -333,7 +334,9 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
             whole, length = setting.ranks == 1, setting.sequence if setting.cp > 1 else 0
-            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole, length=length)
+            known = KnownOps(copy.mode) if how == "fake" else None
+            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole, length=length,
+                               known=known)  # fmt: skip
 
 
 def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Tensor | None]:

@@ -75,6 +75,7 @@ class Sweep:
     held: dict[int, list[int]] = field(default_factory=dict)  # bytes of the smallest steps over ever fewer cp, by tp
     beaten: set[tuple[int, bool]] = field(default_factory=set)  # kinds of split that another one beats: see `_kind`
     ways: dict[tuple[int, bool | str, int], Row] = field(default_factory=dict)  # over cp and the fewest ranks of tp
+    priced: set[tuple[Split, bool]] = field(default_factory=set)  # by `enough`, cut along the sequence or not
     failed: set[tuple[int, bool | str, int]] = field(default_factory=set)  # tp, checkpointing, micro-batch; over cp
 
     @cached_property
@@ -333,12 +334,15 @@ class Sweep:
                 copies = [n for n in whole if (batch or totals[n]) % n == 0]
                 first = _first_of(copies, partial(self._fits, split, along, batch))
                 best = best if first is None else split.ranks * first
+                if along and (split, along) in self.priced:
+                    break  # not cut along the sequence it holds more
         return best
 
     def _fits(self, split: Split, along: bool, batch: int, copies: int) -> bool:
         each = batch // copies if batch else split.ranks
         try:
             row = self._smallest(copies, split, along, each)
+            self.priced.add((split, along))
             if _may_fit_at_once(row):
                 mesh = self._meshes(copies, split)[0]
                 row = self._row(self._asked(mesh, each, self.again[-1], along, None, each, split))

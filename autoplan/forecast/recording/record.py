@@ -16,7 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.nested import call_with, flatten_tensors
 from autoplan.common.stages import Round, counted
-from autoplan.common.torch_internals import DispatchMode, collectives_by_name, local_part, schema_of, storage_id
+from autoplan.common.torch_internals import (
+    DisableTorchFunction,
+    DispatchMode,
+    collectives_by_name,
+    local_part,
+    schema_of,
+    storage_id,
+)
 from autoplan.forecast.recording.fused import Fusion
 from autoplan.forecast.recording.kernels import (
     flops_of,
@@ -26,6 +33,7 @@ from autoplan.forecast.recording.kernels import (
     kernels_of_a_gpu,
     layer_of,
 )
+from autoplan.forecast.recording.known_ops import KnownOps
 from autoplan.forecast.recording.tape import (
     ATTENTION,
     Block,
@@ -193,13 +201,17 @@ def local_piece(tensor: torch.Tensor) -> torch.Tensor:
 class _Watching(DispatchMode):
     """Sees every op on local tensors."""
 
-    def __init__(self, log: _Log, groups: Mapping[str, str]) -> None:
+    def __init__(self, log: _Log, groups: Mapping[str, str], known: KnownOps | None) -> None:
         super().__init__()
-        self.log, self.groups = log, groups
+        self.log, self.groups, self.known = log, groups, known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # autograd asks every tensor: most of all calls
             return getattr(args[0], "fake_device", None) or func(*args)
+        with DisableTorchFunction():
+            return self.watch(func, types, args, kwargs)
+
+    def watch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -208,7 +220,10 @@ class _Watching(DispatchMode):
         if func is collectives_by_name.wait_tensor.default:
             return args[0]  # as it is on a device; without storage torch would make another tensor of it
         grouped = grouped_in_any_dtype(func, args, kwargs)
-        result = func(*args, **kwargs) if grouped is None else grouped
+        if grouped is not None:
+            result = grouped
+        else:
+            result = func(*args, **kwargs) if self.known is None else self.known.run(func, args, kwargs)
         log, space = self.log, func.namespace
         collective = space in _COLLECTIVES
         # On meta only shapes are computed. `is_meta` of a fake tensor would be an op
@@ -345,6 +360,7 @@ def _followed(model: nn.Module, marks: Marks, log: _Log) -> Iterator[None]:
 def record_step(
     model: nn.Module, inputs: Mapping[str, Any], marks: Marks, groups: Mapping[str, str], *,
     loss_of: Callable[[Any], torch.Tensor | None] | None, whole: bool = False, length: int = 0,
+    known: KnownOps | None = None,
 ) -> Tape:  # fmt: skip
     """Run one step in the active fake mode. `loss_of` None: forward only, what it returns is kept.
 
@@ -355,7 +371,7 @@ def record_step(
     for tensor in (*map(local_piece, model.parameters()), *map(local_piece, model.buffers()), *tensors_within(inputs)):
         log.known[storage_id(tensor)] = -1
     with (
-        kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups), _followed(model, marks, log),
+        kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups, known), _followed(model, marks, log),
         counted(log.rounds),
     ):  # fmt: skip
         result = call_with(model, inputs)
