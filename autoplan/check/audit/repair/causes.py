@@ -260,13 +260,15 @@ def _apart(path: str, other: str) -> tuple[str, str]:
 
     >>> _apart("model.decoder.0.up", "model.dec.0.up")
     ('decoder', 'dec')
+    >>> _apart("layers.0.up", "model.layers.0.up")
+    ('layers', 'model.layers')
     """
     one, two = path.split("."), other.split(".")
     begin = len(commonprefix([one, two]))
     end = len(commonprefix([one[begin:][::-1], two[begin:][::-1]]))
-    if begin + end >= min(len(one), len(two)):  # a part more, or one less
-        begin = max(0, begin - 1)
-    return ".".join(one[begin : len(one) - end]) or path, ".".join(two[begin : len(two) - end]) or other
+    if begin + end == min(len(one), len(two)):  # a part more, or one less: with the part beside it
+        begin, end = (begin, end - 1) if end else (begin - 1, end)
+    return ".".join(one[begin : len(one) - end]), ".".join(two[begin : len(two) - end])
 
 
 def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
