@@ -187,6 +187,24 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
     return tuple(sorted(scored, key=lambda candidate: (-scored[candidate], candidate))[:count])
 
 
+def meant(name: str, paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the path that an unknown one was probably meant as: the nearest, if their last parts are alike or one is
+    inside the other.
+
+    >>> meant("layers.*.mlp.upp", ["layers.*.mlp.up", "layers.*.mlp.down"])
+    ('layers.*.mlp.up',)
+    >>> meant("layers.*.mlp.gate", ["layers.*.attn.qkv"])
+    ()
+    """
+    leaf = starred(name).rpartition(".")[2]
+    for path in nearest(name, paths, count=1):
+        other = starred(path).rpartition(".")[2]
+        nested = is_under(starred(name), starred(path)) or is_under(starred(path), starred(name))
+        if nested or SequenceMatcher(None, leaf, other, autojunk=False).ratio() >= 0.5:
+            return (path,)
+    return ()
+
+
 def suggestion(name: str, names: Iterable[str], otherwise: str) -> str:
     """Return a hint with the known name that is most like an unknown one; `otherwise` if none is like it."""
     close = nearest(name, names, count=1)

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from corpus.toys import ATTENTION, GOOD, MLP, TABLES, FusedAttention, decoder
+from torch import nn
+from wrong_plans import as_torch
 
 import autoplan
 from autoplan.check.audit.auditor import compare_plans
@@ -83,3 +87,67 @@ def test_two_exact_plans_that_differ_have_not_failed(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         main(["compare", "corpus.toys:decoder", "--a", "inferred", "--b", "inferred"])
     assert ended.value.code == 0 and "alike" in capsys.readouterr().out.splitlines()[0]
+
+
+# ------------------------------------------------------------------------------------------------ what --fix writes
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def residuals() -> nn.Module:
+    """A model whose names begin with numbers."""
+    return nn.Sequential(*(Residual() for _ in range(3)))
+
+
+def fixed(model: nn.Module, plan: dict[str, Any], **options: Any) -> tuple[Report, dict[str, Any]]:
+    """The audit, and its corrected plan, which passes."""
+    report = autoplan.audit(model, plan, 2, **options)
+    assert not report.ok and report.findings[0].level == "error" and not report.findings[0].is_consequence
+    assert report.fixed is not None and autoplan.audit(model, report.fixed, 2, **options).ok
+    return report, dict(report.fixed)
+
+
+@pytest.mark.parametrize("down", ["rowwise", "colwise"])
+def test_transformers_needs_a_row_for_each_leading_number(down: str) -> None:
+    plan = {"*.up": "colwise", "*.down": down}
+    report, right = fixed(residuals(), plan, inputs={"input": torch.randn(2, 3, 8)})
+    assert right == {f"{n}.{name}": f"{kind}wise" for name, kind in (("up", "col"), ("down", "row")) for n in range(3)}
+    cause, *others = report.findings
+    assert {"*.up", "*.down"} <= set(cause.about) and all(f"'{n}.down': 'rowwise'" in cause.hint for n in range(3))
+    assert not any(finding.level == "error" and not finding.is_consequence for finding in others)
+    assert any("never looks up * in the first place" in finding.message for finding in others)
+
+
+def test_a_row_that_matches_nothing_is_not_in_the_corrected_plan() -> None:
+    report, right = fixed(decoder(), {**GOOD, "layers.*.mlp.w2": "colwise", "layers.*.mlp.bias_gate": "colwise"})
+    assert report.findings[0].about == ("layers.*.mlp.w2",) and right == GOOD
+    (dead,) = [finding for finding in report.findings if finding.check == "dead-keys"]
+    assert dead.hint.startswith("remove it")
+
+
+def test_a_wrong_row_of_one_layer_beside_a_right_one_for_all() -> None:
+    plan = as_torch({**MLP, "layers.0.mlp.w2": "colwise"})
+    report, right = fixed(decoder(), plan)
+    assert report.findings[0].about == ("layers.0.mlp.w2",) and list(right) == list(MLP)
+    assert report.findings[0].hint == "remove 'layers.0.mlp.w2'"
+
+
+def test_rows_that_miss_in_the_same_way_are_one_finding() -> None:
+    wrong_path = {key.replace("layers", "blocks"): style for key, style in MLP.items()}
+    report, right = fixed(decoder(), {**TABLES, **ATTENTION, **wrong_path, "layers.*.attn.o_proj": "colwise"})
+    causes = [finding for finding in report.findings if finding.level == "error" and not finding.is_consequence]
+    assert right == GOOD and len(causes) == 2
+    assert causes[0].about == ("layers.*.attn.o_proj",) and set(wrong_path) <= set(causes[1].about)
+
+
+def test_a_plan_of_another_model_is_replaced_in_its_dialect() -> None:
+    report, right = fixed(decoder(), as_torch({"blocks.*.query": "colwise", "blocks.*.output": "rowwise"}))
+    assert "no row matches the model" in report.findings[0].message and "--fix" in report.findings[0].hint
+    assert {*ATTENTION, *MLP} <= set(right)

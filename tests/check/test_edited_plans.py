@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -357,3 +358,37 @@ def test_an_audit_names_what_parallelize_refuses(tmp_path: Path) -> None:
     assert not report.ok and any("q_norm" in f.proof or "k_norm" in f.proof for f in report.findings)
     with pytest.raises(PlanMismatchError, match="matches no"):
         autoplan.verify(config, foreign, 2)
+
+
+AUDITED: dict[str, tuple[Edit, str, str]] = {  # an edit, where its one cause is, and what to write
+    "a dim of another size": (
+        lambda d: rule_of(d, "down_proj").update(dim=0), "model.layers.*.mlp.down_proj.weight", "dim: 1"
+    ),
+    "a flag": (lambda d: d.update(sequence_parallel=True), "sequence_parallel", "sequence_parallel: false"),
+    "a section": (lambda d: d["runtime"].update(instructions=[]), "runtime.instructions", "corrected plan"),
+    "a sum of one block": (EDITS["a sum of one block"], "model.layers.*.mlp.down_proj", "pattern: model.layers.*"),
+    "another path": (
+        lambda d: [
+            row.update(pattern=row["pattern"].replace(".mlp.", ".ffn."))
+            for row in (*d["entries"], *d["runtime"]["parameters"], *d["runtime"]["instructions"])
+        ],
+        "model.layers.*.ffn.up_proj", "write 'mlp' for 'ffn'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AUDITED)
+def test_an_audit_tells_what_was_edited(name: str, tmp_path: Path) -> None:
+    edit, where, fix = AUDITED[name]
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+        vocab_size=160,
+    )  # fmt: skip
+    data = plan_to_dict(autoplan.plan(config, 2, prove="none"))
+    edit(data)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(data))
+    report = autoplan.audit(config, str(file), 2)
+    causes = [finding for finding in report.findings if finding.level == "error" and not finding.is_consequence]
+    assert len(causes) == 1 and where in causes[0].about and fix in causes[0].hint, causes
+    assert report.findings[0] == causes[0] and report.fixed is not None and autoplan.audit(config, report.fixed, 2).ok

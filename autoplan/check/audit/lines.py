@@ -19,7 +19,7 @@ from autoplan.common.files.plain import NotPlain, is_file, read_plain, read_text
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import WrittenPlanError, check_key
 from autoplan.decide.written_plans.dialects import is_deepspeed, looks_dotted, plan_at, read_deepspeed, read_style
-from autoplan.decide.written_plans.plan_file import load_plan
+from autoplan.decide.written_plans.plan_file import load_edited
 from autoplan.decide.written_plans.read import plan_by_id
 from autoplan.values import Plan
 
@@ -104,7 +104,7 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
         path = Path(text)
         data = read_plain(path, NotPlain("plan file", WrittenPlanError))
         if isinstance(data, Mapping) and "autoplan" in data:
-            return foreign_of(load_plan(path), str(path))
+            return foreign_of(load_edited(path), str(path))
         if not isinstance(data, Mapping):
             what = "is empty" if data is None else f"holds a {type(data).__name__}, not a plan"
             raise WrittenPlanError(f"{path} {what}", hint="write pattern: style")

@@ -100,9 +100,9 @@ def _refuse(where: str, wanted: str, data: Any) -> Any:
 # Consistency of a plan by itself: patterns are paths, layouts and numbers fit its number of ranks.
 
 
-def inconsistencies(plan: Plan) -> Iterator[str]:
-    """Yield one line for each inconsistency in a plan, with its place."""
-    sizes = plan.made_for.sizes
+def inconsistencies(plan: Plan, *, sizes: bool = True) -> Iterator[str]:
+    """Yield one line for each inconsistency in a plan, with its place. `sizes`: compare layouts with shapes too."""
+    made_for = plan.made_for.sizes if sizes else ()
     for number, rule in enumerate(plan.runtime.parameters):
         where = f"runtime.parameters[{number}]"
         yield from _of_pattern(where, rule.pattern)
@@ -112,9 +112,9 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
                 yield f"{where}: a cut needs both a dim and a layout"
         if rule.dim is None or rule.layout is None:
             continue
-        for size in sizes:
+        for size in made_for:
             if size.pattern == rule.pattern:
-                yield from _of_shapes(where, rule.dim, rule.layout, size.shapes)
+                yield from _of_shapes(f"{where} ({rule.pattern})", rule.dim, rule.layout, size.shapes)
     sizes_over = {"": plan.cut_over, "cp": plan.cp_size, "all": plan.ranks}
     for number, done in enumerate(plan.runtime.instructions):
         where, over = f"runtime.instructions[{number}]", sizes_over[done.over]

@@ -41,8 +41,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     return {"autoplan": FORMAT_VERSION, **values, **fed, **experts, **packed, **flow, **paths}
 
 
-def plan_from_dict(data: Any, where: str = "plan") -> Plan:
-    """Invert `plan_to_dict`, checking key by key."""
+def plan_from_dict(data: Any, where: str = "plan", *, sizes: bool = True) -> Plan:
+    """Invert `plan_to_dict`, checking key by key. `sizes`: raise on a layout that does not fit its parameter."""
     if not isinstance(data, dict) or "autoplan" not in data:
         raise PlanFileError(
             f"{where} is not an autoplan plan: it does not begin with `autoplan: {FORMAT_VERSION}`",
@@ -70,7 +70,7 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
         check_context_size(plan.cp_size, plan.tp_size, plan.ep_size)
     except AutoplanError as error:
         raise PlanFileError(f"{where}: {error.message}", hint=error.hint) from error
-    problem = next(inconsistencies(plan), None)
+    problem = next(inconsistencies(plan, sizes=sizes), None)
     if problem is not None:
         raise PlanFileError(f"{where}.{problem}", hint="edit it, or make the plan again")
     made_for = plan.made_for if plan.made_for.content else replace(plan.made_for, content=UNKNOWN)
@@ -124,10 +124,19 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
 
 def load_plan(path: str | PathLike[str]) -> Plan:
     """Read a plan file. Nothing in it is executed."""
+    return _loaded(path, sizes=True)
+
+
+def load_edited(path: str | PathLike[str]) -> Plan:
+    """Read a plan file for an audit, which tells which of its layouts do not fit the model."""
+    return _loaded(path, sizes=False)
+
+
+def _loaded(path: str | PathLike[str], *, sizes: bool) -> Plan:
     check_argument("the plan file", path, (str, PathLike), "pass its path")
     source = Path(path)
     _writer_for(source)  # raises if no plan file can have this name
-    return plan_from_dict(read_plain(source, _REFUSAL), f"plan file {source}")
+    return plan_from_dict(read_plain(source, _REFUSAL), f"plan file {source}", sizes=sizes)
 
 
 # The two notations

@@ -138,7 +138,7 @@ class IntegerEdit(Instruction):
         return f"{self.pattern}: {self.says.format(what=name, old=self.old, new=new)}"
 
     def beyond_styles(self) -> str:
-        return f"{self.name} of {self.pattern} must be {self.old} instead of {self.new} on a rank"
+        return f"{self.name} of {self.pattern} must be {self.new} on a rank, not {self.old}"
 
     def problem(self, ranks: int) -> str:
         if self.per_rank is not None and len(self.per_rank) != ranks:

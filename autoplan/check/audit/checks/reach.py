@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Audited, Level, Weight
 from autoplan.common.conventions import conventions
-from autoplan.common.patterns import fold_names, is_under, matches, nearest, starred
+from autoplan.common.patterns import fold_names, is_under, matches, meant, starred
 from autoplan.decide.written_plans.choices import CUTS
 from autoplan.emit.words import bytes_text, few
 from autoplan.values import Finding
@@ -30,19 +30,25 @@ def dead_keys(check: str, subject: Audited, found: tuple[Finding, ...]) -> Itera
             able |= {owner for owner, matrices in owners.items() if matrices == 1}
             cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
             free = [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
-            close = nearest(line.pattern, fold_names(free))
+            close = meant(line.pattern, fold_names(free))
             if subject.plan.dialect == "deepspeed":
                 shown = ", ".join(fold_names(subject.parameters)[:3])
                 hint = f"DeepSpeed matches from the start of a name (begin with '.*'); names look like {shown}"
                 yield Finding(check, "warn", line.pattern, f"{line} matches no parameter that is not yet matched", hint)
                 continue
             if subject.plan.dialect == "transformers" and any(matches(line.pattern, name) for name in known):
-                hint = "remove it: transformers looks every number up as *, so a row is about all blocks or none"
-                yield Finding(check, "warn", line.pattern, f"{line} names a single block, and is never looked up", hint)
+                if line.pattern.startswith("*"):
+                    text, hint = "transformers never looks up * in the first place", "write one row for each number"
+                else:
+                    text, hint = (
+                        "transformers never looks up the number of a block",
+                        "write * for it, or remove the row",
+                    )
+                yield Finding(check, "warn", line.pattern, f"{line}: {text}", hint)
                 continue
             hint = f"did you mean {close[0]!r}?" if close else "remove it: no similar path is missing a row"
-            meant = [w for w in subject.weights if close and any(matches(close[0], n) for n in (w.name, w.module))]
-            size = sum(w.bytes for w in meant)
+            weights = [w for w in subject.weights if close and any(matches(close[0], n) for n in (w.name, w.module))]
+            size = sum(w.bytes for w in weights)
             yield Finding(check, "warn", line.pattern, f"{line} matches no module and no parameter", hint, size)
         elif subject.plan.dialect == "deepspeed" and CUTS.get(line.style, "whole") != "whole":
             weights = subject.of_line(line)

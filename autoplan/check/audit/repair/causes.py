@@ -7,18 +7,19 @@ differs in the fewest places is the correction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 from autoplan.check.audit.repair.search import Repair
-from autoplan.check.audit.rows import Change, layout_text, row_text
+from autoplan.check.audit.rows import Change, layout_text, plain_key, row_text
 from autoplan.check.audit.subject import Audited, Level
 from autoplan.check.audit.trial import drafted
-from autoplan.common.patterns import best_match, is_under, matches, starred
-from autoplan.decide.plan.chosen import wish_of_plan
+from autoplan.common.patterns import best_match, is_under, matches, nearest, starred
+from autoplan.decide.plan.chosen import choices_of_plan, wish_of_plan
 from autoplan.emit.words import few
-from autoplan.values import Finding, Plan
+from autoplan.values import Finding, Plan, SequenceBoundary
 
 # Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either
 # may be the wrong one.
@@ -27,12 +28,14 @@ _SURE = (
     *("head-counts", "embeddings", "layouts", "sequence", "wrapping", "edges", "pairing"),
 )
 # Reasons for which no style of the dialect may do, so that all rows of a part change for one mistake.
+_LISTED = 8  # rows that a hint writes out
 _WHOLE_PART = ("tied", "experts", "packed", "units", "norms", "gradients", "head-counts", "wrapping")
 
 
 def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -> tuple[Finding, ...]:
     """The causes, then all else; errors that are no cause follow from one."""
     causes: list[Finding] = []
+    renamed_alike: dict[tuple[str, str], int] = {}  # places in `causes` of rows whose paths miss in the same way
     for group in repair.changes:
         reasons = [_reason(findings, change) for change in group]
         # Errors in the container of these rows for which its rows may all have to change.
@@ -61,6 +64,10 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
                 places = tuple(place for cause in several for place in cause.about)
                 hint, size = "; ".join(dict.fromkeys(c.hint for c in several)), sum(c.bytes for c in several)
                 causes.append(replace(several[0], where=few(places), places=places, hint=hint, bytes=size))
+                if several[0].check == "dead-keys" and places[0] and len(places) > 1:
+                    place = renamed_alike.setdefault(_apart(plain_key(places[0]), places[1]), len(causes) - 1)
+                    if place < len(causes) - 1:
+                        causes[place] = _both(causes[place], causes.pop())
     rest = []
     names = (change.renames for group in repair.changes for change in group if change.renames is not None)
     renamed = {key for name in names for key in ([name] if isinstance(name, str) else name)}
@@ -68,12 +75,23 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
     for finding in findings:
         if (finding.check, finding.message) in replaced:
             continue
-        if finding.level == "error" and not finding.is_consequence:
+        if finding.level == "error" and not finding.is_consequence and not causes:
+            finding = replace(finding, hint="`--fix -o FILE` writes a plan for this model in the same dialect")
+        elif finding.level == "error" and not finding.is_consequence:
             finding = replace(finding, kind="follows", hint="")
         if finding.check in ("dead-keys", "prefixes") and renamed & {*finding.about, *finding.where.split(", ")}:
             finding = replace(finding, kind="follows")
+        elif finding.check == "dead-keys":
+            finding = replace(finding, hint="remove it: the corrected plan passes without it")
         rest.append(finding)
     return (*causes, *rest)
+
+
+def _both(one: Finding, other: Finding) -> Finding:
+    """Two findings as one, which says what the first one says."""
+    places = (*one.about, *other.about)
+    hint = f"{one.hint}; {other.hint}"
+    return replace(one, where=few(places), places=places, hint=hint, bytes=one.bytes + other.bytes)
 
 
 def _gives_up(change: Change, repair: Repair) -> bool:
@@ -113,14 +131,15 @@ def _cause(
     check, message = ("pairing", "") if reason is None else (reason.check, reason.message)
     if change.renames is not None:
         check, key = "dead-keys", change.renames if isinstance(change.renames, str) else change.renames[0]
-        message = f"{key!r} matches no module and no parameter, so {few(change.patterns)} has no row"
+        message = f"{key!r} matches no module and no parameter, which leaves {few(change.patterns)} without a row"
         places = (key, *change.patterns)
     elif (local := _as_local_or_not(change)) or not message:
         check, message = ("edges", local) if local else _told(repair, change)
     proof, size = (reason.proof, reason.bytes) if reason is not None else ("", 0)
     proof = proof or subject.proof([*change.names, *(f"{name}.weight" for name in change.names)])
     proof = proof or _proof(findings, repair)
-    level: Level = "error" if subject.is_wrong or repair.proof or reason is not None else "warn"
+    is_error = subject.is_wrong or repair.proof or reason is not None or any(f.level == "error" for f in findings)
+    level: Level = "error" if is_error else "warn"
     return Finding(check, level, few(places), message, _fix(repair, change), size, proof, places=places)
 
 
@@ -163,7 +182,9 @@ def _fix(repair: Repair, change: Change) -> str:
         key = change.key if isinstance(change.key, str) else few(change.patterns)
         every = set(change.names) >= set(repair.names_of(change.key))
         return f"remove {key!r}" if every else f"remove {few(change.patterns)} from {key!r}"
-    rows = ", ".join(repair.dialect.row(pattern, change.new) for pattern in change.patterns[:3])
+    rows = ", ".join(repair.dialect.row(pattern, change.new) for pattern in change.patterns[:_LISTED])
+    more = len(change.patterns) - _LISTED
+    rows += f" and the same for {more} more" if more > 0 else ""
     if change.renames is not None:
         return f"replace {change.renames!r} by {rows}" if isinstance(change.renames, str) else f"write {rows}"
     if change.key is None:
@@ -173,11 +194,17 @@ def _fix(repair: Repair, change: Change) -> str:
 
 
 def candidates(subject: Audited, source: Any) -> tuple[Plan, ...]:
-    """Plans that could be meant: the same choices again, and what analysis chooses."""
+    """Plans that could be meant: the same choices again, what analysis chooses, and both with the sequence sharded as
+    the plan's instructions do it, where its flag says otherwise."""
     plan = subject.plan.plan
     assert plan is not None
-    inferred = drafted(source, wish_of_plan(plan), subject.model, subject.extra.get("captured"))
-    apart = [(differences(subject, other), other) for other in (subject.right, inferred) if other is not None]
+    captured, model, wish = subject.extra.get("captured"), subject.model, wish_of_plan(plan)
+    others = [subject.right, drafted(source, wish, model, captured)]
+    cuts = bool(plan.runtime.of(SequenceBoundary))
+    if plan.sequence_parallel != cuts:
+        wish = replace(wish, sequence_parallel=cuts)
+        others += [drafted(source, wish, model, captured, c) for c in (choices_of_plan(plan), None)]
+    apart = [(differences(subject, other), other) for other in others if other is not None]
     return tuple(other for places, other in sorted(apart, key=lambda pair: len(pair[0])) if places)
 
 
@@ -189,12 +216,81 @@ class Difference:
     fix: str
 
 
+def _renamed_rows(subject: Audited, plan: Plan, other: Plan) -> dict[str, Difference]:
+    """Rows that are right but for their patterns, by the names that they were meant for: these match nothing, or fewer
+    blocks than they must."""
+    apart: dict[str, Difference] = {}
+    known = dict.fromkeys((*subject.modules, *subject.parameters))
+    kinds = [
+        [[(row.pattern, text_of(row)) for row in rows_of(each)] for each in (plan, other)] for rows_of, text_of in _ROWS
+    ]
+    for mine, its in kinds:
+        missing = [row for row in its if row not in mine]
+        for pattern, text in (row for row in mine if row not in its):
+            names = {name for name in known if matches(pattern, name)}
+            alike = {p: {name for name in known if matches(p, name)} for p, same in missing if same == text}
+            wider = [p for p, of_model in alike.items() if names < of_model]
+            meant_as = nearest(pattern, wider, count=1)
+            if not meant_as:
+                continue
+            (right,) = meant_as
+            missing.remove((right, text))
+            if names:
+                left_out = subject.folded(name for name in known if name in alike[right] - names)
+                difference = Difference(f"the row for {pattern} leaves out {left_out}", f"write `pattern: {right}`")
+            else:
+                old, new = _apart(pattern, right)
+                difference = Difference(
+                    f"patterns with {old!r} match nothing in the model", f"write {new!r} for {old!r}"
+                )
+                apart[pattern] = difference
+            apart |= dict.fromkeys(alike[right], difference)
+    return apart
+
+
+_ROWS: tuple[tuple[Callable[[Plan], Iterable[Any]], Callable[[Any], str]], ...] = (
+    (lambda plan: plan.entries, lambda entry: str(entry.style)),
+    (lambda plan: plan.runtime.parameters, lambda rule: row_text(replace(rule, pattern=""))),
+    (lambda plan: plan.runtime.instructions, lambda done: row_text(replace(done, pattern=""))),
+)
+
+
+def _apart(path: str, other: str) -> tuple[str, str]:
+    """Return the parts in which two paths differ.
+
+    >>> _apart("model.decoder.0.up", "model.dec.0.up")
+    ('decoder', 'dec')
+    >>> _apart("layers.0.up", "model.layers.0.up")
+    ('layers', 'model.layers')
+    """
+    one, two = path.split("."), other.split(".")
+    begin = len(commonprefix([one, two]))
+    end = len(commonprefix([one[begin:][::-1], two[begin:][::-1]]))
+    if begin + end == min(len(one), len(two)):  # a part more, or one less: with the part beside it
+        begin, end = (begin, end - 1) if end else (begin - 1, end)
+    return ".".join(one[begin : len(one) - end]), ".".join(two[begin : len(two) - end])
+
+
 def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
     """Each module or parameter that the two plans treat otherwise."""
     plan = subject.plan.plan
     assert plan is not None
     apart: dict[str, Difference] = {}
+    if plan.sequence_parallel != other.sequence_parallel:
+        says, must = (str(each.sequence_parallel).lower() for each in (plan, other))
+        text = f"the plan has `sequence_parallel: {says}`, but its instructions are for {must}"
+        apart["sequence_parallel"] = Difference(text, f"write `sequence_parallel: {must}`")
+    for field in ("parameters", "instructions"):
+        rows = [getattr(each.runtime, field) for each in (plan, other)]
+        if not rows[0] and rows[1]:
+            text = f"the plan has no `runtime.{field}`, but the model requires {len(rows[1])}"
+            apart[f"runtime.{field}"] = Difference(text, f"write the `runtime.{field}` of the corrected plan")
+    if any(place.startswith("runtime.") for place in apart):
+        return apart
+    apart |= _renamed_rows(subject, plan, other)
     for name in subject.modules:
+        if name in apart:
+            continue
         mine, its = (best_match(p.entries, name) for p in (plan, other))
         if (mine and mine.style) != (its and its.style):
             says, must = mine.style if mine else "whole", its.style if its else "whole"
@@ -204,7 +300,7 @@ def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
     for name in subject.parameters:
         mine_rule, its_rule = (best_match(p.runtime.parameters, name) for p in (plan, other))
         rows = [None if rule is None else row_text(replace(rule, pattern="")) for rule in (mine_rule, its_rule)]
-        if rows[0] != rows[1] and name.rpartition(".")[0] not in by_entry:
+        if rows[0] != rows[1] and not {name, name.rpartition(".")[0]} & by_entry:
             dims = [(None, "") if rule is None else (rule.dim, rule.layout) for rule in (mine_rule, its_rule)]
             cuts = ["whole" if dim is None else f"dim {dim}: {layout}" for dim, layout in dims]
             says, must = cuts if cuts[0] != cuts[1] else map(str, rows)
@@ -237,8 +333,13 @@ def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan)
     causes = []
     for difference, names in groups.items():
         existing = [name for name in names if name in subject.modules or name in subject.parameters]
-        places, proof = subject.patterns(existing) or tuple(names), subject.proof(names)
+        written = tuple(name for name in names if name not in existing)
+        places, proof = (*written, *subject.patterns(existing)), subject.proof(names)
         said = difference.text, difference.fix
         causes.append(Finding("runtime", "error", few(places), *said, 0, proof, places=places))
-    rest = [replace(f, kind="follows", hint="") if f.level == "error" and not f.is_consequence else f for f in findings]
+    # The plan of another model: each difference follows from that
+    whole = [f for f in findings if f.check == "coverage" and f.level == "error"]
+    causes = [*whole, *(replace(f, kind="follows", hint="") if whole else f for f in causes)]
+    rest = [replace(f, kind="follows", hint="") if f.level == "error" and not f.is_consequence else f for f in findings
+            if f not in whole]  # fmt: skip
     return (*causes, *rest)

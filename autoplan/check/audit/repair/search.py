@@ -32,7 +32,8 @@ from autoplan.check.audit.subject import Audited
 from autoplan.check.audit.trial import drafted, run_on
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish
-from autoplan.common.patterns import fold_names, nearest, starred
+from autoplan.common.patterns import fold_names, meant, nearest, starred
+from autoplan.decide.written_plans.dialects import spec_for
 from autoplan.values import Finding
 
 _MOST = 80  # audits for one repair
@@ -49,7 +50,7 @@ class Trials:
 
     def passes(self, rows: Iterable[tuple[Any, Any]]) -> bool:
         """Return whether a plan of these rows (key, value) has no errors; a plan without rows has none."""
-        rows = tuple(rows)
+        rows = tuple((key, value) for starred_key, value in rows for key in self._keys(starred_key))
         name = repr([(key, repr(self.dialect.key_of(value))) for key, value in rows])
         if not rows:
             return True
@@ -60,6 +61,13 @@ class Trials:
             self.known[name] = not errors
             self.proof = self.proof or next((f.proof for f in errors if f.proof), "")
         return self.known[name]
+
+    def _keys(self, key: str) -> tuple[str, ...]:
+        """The keys that mean a starred name: transformers never looks up a * in the first place."""
+        if self.subject.plan.dialect != "transformers" or not key.startswith("*"):
+            return (key,)
+        names = [name for name in (*self.subject.modules, *self.subject.parameters) if starred(name) == key]
+        return patterns_of(self.subject, names)
 
     def findings(self, raw: Mapping[str, Any]) -> tuple[Finding, ...]:
         """Return the findings of an audit of this plan; an error if it cannot be tried."""
@@ -126,7 +134,8 @@ def repair(subject: Audited, source: Any) -> Repair | None:
             for says, blocks in _variants(subject, dialect, rows)
         )
         attempts = [(variants, False), *attempts]
-    tangled = [(change,) for change in overlapping(rows, subject)]
+    all_dead = not any(row.names for row in rows)
+    tangled: list[tuple[Change, ...]] = [(change,) for change in overlapping(rows, subject)]
     if (untangled := _together(tangled, rows, trials)) is not None:
         return untangled
     for tried, trusting in attempts:
@@ -136,13 +145,68 @@ def repair(subject: Audited, source: Any) -> Repair | None:
         once = {change.names: change for group in changes for change in reversed(group or ())}
         own = ([change for change in group or () if once.get(change.names) is change] for group in changes)
         groups = [_as_written(group, rows, trials) for group in own if group]
-        renamed = _renamed([change for group in groups for change in group], rows, subject)
+        renamed = _renamed([change for group in groups for change in group], rows, subject, dialect)
+        kept = _still_tangled(tangled, groups)
         for more in [renamed, []] if renamed else [[]]:  # a key that matches nothing may have been meant for nothing
-            if (corrected := _together([*tangled, *groups, *more], rows, trials)) is not None:
+            if (corrected := _together([*kept, *groups, *more], rows, trials)) is not None:
                 return corrected
-        if not groups and not trusting and not subject.is_wrong:
+        if not groups and not trusting and not subject.is_wrong and not all_dead:
             return None  # right as it is, but for keys that match nothing
-    return None
+    further = _after_renaming(_renamed([], rows, subject, dialect), rows, trials, source)
+    return _of_analysis(parts, rows, trials) if further is None and all_dead else further
+
+
+def _still_tangled(
+    tangled: Iterable[tuple[Change, ...]], groups: Iterable[tuple[Change, ...]]
+) -> list[tuple[Change, ...]]:
+    """Return the changes of wide rows without what a narrower row hands back to them."""
+    kept: list[tuple[Change, ...]] = []
+    for change in (change for group in tangled for change in group):
+        back = {name for group in groups for other in group if change.key in other.covered for name in other.names}
+        names = tuple(name for name in change.names if name not in back)
+        if names:
+            kept.append((replace(change, names=names),))
+    return kept
+
+
+def _after_renaming(
+    renamed: Sequence[tuple[Change, ...]], rows: Sequence[PlanRow], trials: Trials, source: Any
+) -> Repair | None:
+    """Correct the plan whose keys reach the model: a key that matches nothing may also have a wrong value."""
+    if not renamed:
+        return None
+    subject, dialect = trials.subject, trials.dialect
+    changes = [change for group in renamed for change in group]
+    raw = dialect.written([(row.key, row.value) for row in changed(rows, changes, subject)])
+    plan = read_foreign(raw, subject.model, subject.plan.name)
+    assert isinstance(plan, ForeignPlan)
+    plan = replace(plan, dialect=subject.plan.dialect)
+    run = run_on(subject.extra["clone"], subject.model, plan, subject.tp_size)
+    extra = {**subject.extra, "thawed": run.thawed}
+    further = repair(
+        replace(subject, plan=plan, numbers=run.numbers, ran_at_full_size=run.full_size, extra=extra), source
+    )
+    if further is None:
+        return None
+    key_of = {change.names: change.renames for change in changes}
+    groups = [
+        tuple(replace(c, key=None, renames=key_of.pop(c.names)) if c.names in key_of else c for c in group)
+        for group in further.changes
+    ]
+    groups += [(change,) for change in changes if change.names in key_of]
+    groups.sort(key=lambda group: all(change.renames is None for change in group))  # paths first
+    return replace(further, changes=tuple(groups), written=tuple(rows), proof="")
+
+
+def _of_analysis(parts: Iterable[Part], rows: Sequence[PlanRow], trials: Trials) -> Repair | None:
+    """A plan for this model in the dialect of one that was written for another model. No row of it is to blame."""
+    groups = []
+    for part in parts:
+        way = next((way for way in part.ways if way and trials.passes(way.items())), {})
+        meant_for = [(tuple(n for n in part.names(name) if n), value) for name, value in way.items()]
+        groups.append(tuple(Change(n, patterns_of(trials.subject, n), None, value) for n, value in meant_for))
+    corrected = _together([group for group in groups if group], (), trials)
+    return None if corrected is None else replace(corrected, changes=(), written=tuple(rows))
 
 
 def _variants(
@@ -255,7 +319,9 @@ def _written_for(change: Change, dead: Sequence[PlanRow], subject: Audited) -> A
     return None
 
 
-def _renamed(changes: Sequence[Change], rows: Sequence[PlanRow], subject: Audited) -> list[tuple[Change, ...]]:
+def _renamed(
+    changes: Sequence[Change], rows: Sequence[PlanRow], subject: Audited, dialect: Dialect
+) -> list[tuple[Change, ...]]:
     """Keys that match nothing, written as the paths that they were meant for, where those have no row."""
     taken = {name for row in rows for name in row.names} | {name for change in changes for name in change.names}
     done = {repr(change.renames) for change in changes}
@@ -268,8 +334,12 @@ def _renamed(changes: Sequence[Change], rows: Sequence[PlanRow], subject: Audite
         below = [name for name in known if f".{starred(name)}".endswith(f".{text}")]
         shorter = text.partition(".")[2]
         names = below or [name for name in known if shorter and starred(name) == shorter]
+        if isinstance(row.key, tuple):  # AutoTP matches from the start of a name: elsewhere too?
+            inside = dialect.written([(tuple(f".*{expression}" for expression in row.key), row.value)])
+            reached = [name for name in subject.parameters if spec_for(inside, name) is not None]
+            names = [name.removesuffix(".weight") for name in reached] or names
         if not names:
-            close = nearest(plain_key(row.key), fold_names(known))[:1]
+            close = meant(plain_key(row.key), fold_names(known))
             names = [name for name in known if close and starred(name) == starred(close[0])]
         if names and not taken & set(names):
             taken |= set(names)
@@ -282,6 +352,7 @@ def _together(groups: Sequence[tuple[Change, ...]], rows: Sequence[PlanRow], tri
     if not groups:
         return None
     corrected = changed(rows, [change for group in groups for change in group], trials.subject)
+    corrected = tuple(row for row in corrected if row.names)  # what still matches nothing goes
     raw = trials.dialect.written([(row.key, row.value) for row in corrected])
     if any(finding.level == "error" for finding in trials.findings(raw)):
         return None
