@@ -61,8 +61,9 @@ def reduced(subclass: Any, rebuild: Any, given: tuple[Any, ...], instance: Any, 
 
 @patch(
     name="classes of modules",
-    replaces="the class of each module that holds parameters, by a subclass of it",
-    why="the module's own code must read local tensors, while optimizers, FSDP2 and checkpoints read DTensors",
+    replaces="the class of each module that holds parameters, by a subclass of it; so of each replaced parameter",
+    why="the module's own code must read local tensors, while optimizers, FSDP2 and checkpoints read DTensors; and a "
+    "replaced parameter must not be trained in silence",
     scope="while the model is sharded",
     undone="the original class is restored when the plan is undone or a later step fails",
 )

@@ -16,6 +16,7 @@ from torch import nn
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.torch_internals import DisableTorchFunctionSubclass
+from autoplan.patches.classes import give_class
 
 _NAME = "_autoplan_replaced"
 
@@ -74,10 +75,10 @@ def _refuse(tensor: Any, asked: bool) -> None:
 def mark_replaced(parameter: nn.Parameter, name: str) -> None:
     """Let a parameter refuse what would be lost."""
     vars(parameter)[_NAME] = name
-    parameter.__class__ = _Replaced
+    give_class(parameter, _Replaced)
 
 
 def unmark_replaced(parameter: nn.Parameter) -> None:
     """Let it be a usual parameter again."""
-    parameter.__class__ = nn.Parameter
+    give_class(parameter, nn.Parameter)
     parameter.__dict__.pop(_NAME, None)
