@@ -207,10 +207,8 @@ class _CallRecorder(TorchFunctionMode):
         r, kwargs, name = self.recording, kwargs or {}, call_name(func)
         if name in ("attr:shape", "size", "numel"):
             return self._traced_size(name, func, args, kwargs)
-        if name == "_set_grad_enabled":
-            if not inside_a_function():
-                r.grad_enabled = bool(args[0])
-            return func(*args, **kwargs)
+        if torch.is_grad_enabled() or not inside_a_function():  # inside, gradients are off whatever is outside
+            r.grad_enabled = torch.is_grad_enabled()
         first, place = len(r.ops), code_place()
         encoded = None if name.startswith("attr:") else (r.encode(tuple(args)), r.encode(kwargs))
         result = self._gradients(args, kwargs) if func is torch.autograd.grad else func(*args, **kwargs)

@@ -20,7 +20,6 @@ KNOWN: dict[str, str] = {
     "functionals/CurvatureOfRows@tp4": "as at tp 2",
     "functionals/TransformsOfCalls@tp2": "a sound model is refused: sizes inside of vmap over a backward are a rank's",
     "functionals/TransformsOfCalls@tp4": "as at tp 2",
-    "layered/StackedCheckpointedVariously@tp2+sp": "wrong: a gradient is summed at the first of two blocks alone",
     "namings/OwnKindOfParameter@tp2": "a sound model is refused: copies of parameters lose their class",
     "namings/OwnKindOfParameter@tp4": "as at tp 2",
     "penalties/BalancedByGradients@tp2": "a sound model is refused: a weight that is read twice in a call is two "
