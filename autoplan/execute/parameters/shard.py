@@ -11,8 +11,9 @@ Parameters that are one object stay one object under all their names.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from autoplan.patches.classes import give_class
 from autoplan.values import ParameterRule
 
 Rules = Mapping[str, ParameterRule | None]
+Swap = tuple[Any, Any, Any, Any]  # a dict or list, the key or index in it, the old value and the new one
 _SAMPLES = 16  # elements of each parameter that ranks compare
 
 
@@ -81,7 +83,53 @@ def prepare_parameters(
         prepared.modules.append((module, record, kind, view_class(kind, tuple(record.parameters))))
     _refuse_differing_ranks(builder)
     prepared.replaced += [(fqn, old) for fqn, old in builder.originals if builder.made[id(old)][0] is not old]
+    new_of = {id(old): builder.made[id(old)][0] for _, old in prepared.replaced}
+    prepared.swaps += _held_in(model, new_of)
     return prepared
+
+
+_STATE = frozenset(vars(nn.Module()))
+
+
+class _Cell:
+    """A cell of a closure, set as a dict's value is."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
+
+    def now(self) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # empty
+            return None
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+def _held_in(model: nn.Module, new_of: Mapping[int, nn.Parameter]) -> Iterator[Swap]:
+    """Yield where own lists and dicts of the model's modules, tuples in them, and closures hold parameters that are
+    replaced."""
+    left = [value for module in model.modules() for key, value in vars(module).items() if key not in _STATE]
+    seen: set[int] = set()
+    while left:
+        container = left.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        places: Iterable[tuple[Any, Any, Any]] = ()
+        if type(container) is FunctionType:
+            places = ((cell, None, cell.now()) for cell in map(_Cell, container.__closure__ or ()))
+        elif type(container) in (list, dict):
+            items = container.items() if type(container) is dict else enumerate(container)
+            places = ((container, place, item) for place, item in items)
+        for where, place, item in places:
+            if id(item) in new_of:
+                yield where, place, item, new_of[id(item)]
+            elif type(item) is tuple and any(id(part) in new_of for part in item):
+                yield where, place, item, tuple(new_of.get(id(part), part) for part in item)
+            elif type(item) in (list, dict, FunctionType):
+                left.append(item)
 
 
 @dataclass
@@ -89,7 +137,7 @@ class Prepared:
     """All changes that sharding will make. `commit` and `undo` swap references and cannot fail half way."""
 
     model: nn.Module
-    swaps: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)  # where, its name, old, new
+    swaps: list[Swap] = field(default_factory=list)
     modules: list[tuple[nn.Module, ModuleRecord, type[nn.Module], type[nn.Module]]] = field(default_factory=list)
     replaced: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     _hooks: list[RemovableHandle] = field(default_factory=list)

@@ -118,7 +118,7 @@ class ShadowOfInner(nn.Module):
         return self.net(x)
 
 
-@case(call(X), tp=(2, 4), allowed=HOSTILE)
+@case(call(X), tp=(2, 4))
 class ClosureOverWeight(Mlp):
     """A closure has the parameter itself, not the layer."""
 
@@ -154,7 +154,7 @@ class WeakToWeight(Mlp):
         return super().forward(x), penalty
 
 
-@case(call(X), tp=(2, 4), allowed=HOSTILE)
+@case(call(X), tp=(2, 4))
 class ListOfAll(Mlp):
     """All parameters in a plain list, made once for speed, over which a penalty is taken."""
 
@@ -166,7 +166,7 @@ class ListOfAll(Mlp):
         return super().forward(x), sum(p.abs().sum() for p in self.everything)
 
 
-@case(call(X), tp=(2, 4), allowed=HOSTILE)
+@case(call(X), tp=(2, 4))
 class DictOfPairs(Mlp):
     """Weights by name in a dict of tuples; the forward reads them there alone."""
 
