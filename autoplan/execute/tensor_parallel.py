@@ -35,7 +35,7 @@ from autoplan.execute.hooks.root import Root, can_run_whole, is_at_exit
 from autoplan.execute.hooks.unseen import watch_unrecorded
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.optimizer import stop_following
-from autoplan.execute.parameters.shard import prepare_parameters
+from autoplan.execute.parameters.shard import held_in, prepare_parameters
 from autoplan.execute.parameters.views import local_view
 from autoplan.execute.random_streams import SharedRandomness, draws_in_code, may_draw
 from autoplan.execute.weights.methods import leave_methods
@@ -233,7 +233,11 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         planned = tables.get(id(weight)) if weight is not None else None
         if planned is not None and all(modules[other] is not module for other in works):
             works[name] = replace(planned, name=name, instructions=list(planned.instructions))
-    for name in [w.name for w in works.values() if w.of(CallRewrite)]:
+    parameters = {id(parameter): parameter for parameter in modules[""].parameters()}
+    for name, module in modules.items():
+        if any(True for _ in held_in(module, parameters)):
+            work(name).holds = True
+    for name in [w.name for w in works.values() if w.of(CallRewrite) or w.holds]:
         for inner, module in modules.items():
             if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:
                 work(inner).framed = True

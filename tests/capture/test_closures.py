@@ -382,7 +382,7 @@ def test_it_is_refused_by_verify_as_well_when_a_plan_is_given() -> None:
 
 
 class InTensor(InLambda):
-    """The function holds the weight itself: when the module gets another in its place, it is not told."""
+    """The function holds the weight itself, not the module."""
 
     def reach(self) -> None:
         weight = self.emb.weight
@@ -397,13 +397,38 @@ class InListOfTensors(InLambda):
         return x @ self.tied[0].t()
 
 
-@pytest.mark.parametrize("way", [InTensor, InListOfTensors])
-def test_a_weight_kept_as_a_tensor_is_planned_and_its_sharding_is_refused_by_name(way: type[Plain]) -> None:
+class InDictOfTuples(InLambda):
+    def reach(self) -> None:
+        self.tied = {"tables": [(self.emb.weight, None)]}
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.tied["tables"][0][0].t()
+
+
+class InPartialOfTensor(InLambda):
+    """When the module gets another weight in its place, a partial is not told."""
+
+    def reach(self) -> None:
+        self.head = functools.partial(F.linear, weight=self.emb.weight)
+
+
+@pytest.mark.parametrize("way", [InTensor, InListOfTensors, InDictOfTuples])
+def test_a_weight_kept_as_a_tensor_is_the_one_that_ranks_hold(way: type[Plain]) -> None:
     model = way()
+    plan = autoplan.plan(model, 2, inputs=ids(), prove="none")
+    assert cuts(plan).keys() == {"emb", "up", "down"}
+    assert autoplan.verify(model, plan, inputs=ids()).ok
+    before = [value for value in vars(model).values() if isinstance(value, list | dict) and value]
+    assert autoplan.verify(model, plan, inputs=ids()).ok, "the model itself is as it was"
+    assert before == [value for value in vars(model).values() if isinstance(value, list | dict) and value]
+
+
+def test_a_weight_in_a_partial_is_planned_and_its_sharding_is_refused_by_name() -> None:
+    model = InPartialOfTensor()
     assert cuts(autoplan.plan(model, 2, inputs=ids(), prove="none")).keys() == {"emb", "up", "down"}
     report = autoplan.verify(model, inputs=ids())
     assert not report.ok
-    assert any("'emb.weight' from outside" in found.message for found in report.findings), report.findings
+    assert any("'emb.weight' from outside" in finding.message for finding in report.findings), report.findings
 
 
 def test_a_list_of_all_weights_that_no_forward_reads_is_no_reason_to_refuse() -> None:

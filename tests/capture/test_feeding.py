@@ -453,9 +453,9 @@ class Branches(nn.Module):
         return self.down(torch.cond(h.sum() > 0, torch.relu, torch.tanh, (h,)))
 
 
-def test_a_search_ends_where_no_input_can_help() -> None:
+def test_code_that_must_be_traced_is_refused() -> None:
     with pytest.raises(CaptureError, match="torch.compile must trace") as error:
-        recipe_for(Branches().eval())
+        autoplan.plan(Branches().eval(), 2)
     assert "torch.cond(" in str(error.value), "the line is named"
 
 

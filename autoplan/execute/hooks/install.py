@@ -68,6 +68,7 @@ class ModuleWork:
     instructions: list[Instruction] = field(default_factory=list)
     framed: bool = False
     random: str = ""  # "split", "whole" or ""
+    holds: bool = False  # its code may read parameters in lists and closures, which are no local tensors
 
     def of(self, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
         return [instruction for instruction in self.instructions if isinstance(instruction, kind)]
@@ -140,7 +141,7 @@ class Worker(Hooks):
         self.ending = [step.end for _, step in steps if step.end is not None]
         self.kept = [step.kept for _, step in steps if step.kept is not None]
         calls: list[CallRewrite] = work.of(CallRewrite)
-        self.calls = PlannedCalls(calls, at) if calls else None
+        self.calls = PlannedCalls(calls, at) if calls or work.holds else None
         self.entered: list[ModuleMode] = []
         self.opened: list[bool] = []
         self.handles: list[RemovableHandle] = []

@@ -84,7 +84,7 @@ def prepare_parameters(
     _refuse_differing_ranks(builder)
     prepared.replaced += [(fqn, old) for fqn, old in builder.originals if builder.made[id(old)][0] is not old]
     new_of = {id(old): builder.made[id(old)][0] for _, old in prepared.replaced}
-    prepared.swaps += _held_in(model, new_of)
+    prepared.swaps += [swap for module in model.modules() for swap in held_in(module, new_of)]
     return prepared
 
 
@@ -107,10 +107,11 @@ class _Cell:
         self.cell.cell_contents = value
 
 
-def _held_in(model: nn.Module, new_of: Mapping[int, nn.Parameter]) -> Iterator[Swap]:
-    """Yield where own lists and dicts of the model's modules, tuples in them, and closures hold parameters that are
-    replaced."""
-    left = [value for module in model.modules() for key, value in vars(module).items() if key not in _STATE]
+def held_in(module: nn.Module, new_of: Mapping[int, nn.Parameter]) -> Iterator[Swap]:
+    """Yield where a module's own lists and dicts, tuples in them, and closures hold one of these parameters (by id)."""
+    if type(module).__module__.startswith("torch."):  # recurrent networks make their list anew
+        return
+    left = [value for key, value in vars(module).items() if key not in _STATE]
     seen: set[int] = set()
     while left:
         container = left.pop()
