@@ -25,9 +25,10 @@ _HEARS = "__init_subclass__"
 _making = threading.RLock()  # simulated ranks make classes at the same time
 
 
-def give_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Make a module an instance of another class with the same attributes: a subclass, or its former class."""
-    object.__setattr__(module, "__class__", cls)  # whatever the module's own code allows to be set
+def give_class(thing: nn.Module | nn.Parameter, cls: type[nn.Module | nn.Parameter]) -> None:
+    """Make a module or parameter an instance of another class with the same attributes: a subclass, or its former
+    class."""
+    object.__setattr__(thing, "__class__", cls)  # whatever the module's own code allows to be set
 
 
 def subclass_of(cls: Any, namespace: dict[str, Any]) -> Any:

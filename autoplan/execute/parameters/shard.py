@@ -27,9 +27,9 @@ from autoplan.common.layout import Layout, chunk
 from autoplan.common.torch_internals import gradient_hooks, is_fake, own_buffers, own_parameters
 from autoplan.execute.agreement import meet
 from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
+from autoplan.execute.parameters.former import mark_replaced, unmark_replaced
 from autoplan.execute.parameters.held import Held, ModuleRecord, Reading
 from autoplan.execute.parameters.local_views import refresh_flat_weights, view_class
-from autoplan.execute.parameters.replaced import mark_replaced, unmark_replaced
 from autoplan.execute.parameters.state_dict import register_hooks
 from autoplan.patches.classes import give_class
 from autoplan.values import ParameterRule

@@ -16,6 +16,7 @@ from autoplan.common.torch_internals import FakeTensor, FakeTensorMode, fake_lik
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 _UNKNOWN = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_MOST = 200_000  # ops remembered; a question about a large model asks for some thousands
 Made = tuple[int, bool, Any]  # which argument it is (-1: none), whether it is only a view of it, and what it is like
 _made: dict[Any, tuple[type, tuple[Made, ...]] | None] = {}  # None: left to torch
 
@@ -39,6 +40,8 @@ class KnownOps:
                 result = func(*args, **kwargs)
             finally:
                 self.mode.cache_enabled = was
+            if len(_made) >= _MOST:
+                _made.clear()
             _made[known] = _entry(func, tensors, key, result)
             return result
         entry = _made[known]
