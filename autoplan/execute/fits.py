@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum
-from functools import cache, partial
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -38,9 +39,13 @@ from autoplan.version import __version__
 
 VERSIONED = ("builtins", "torch", "transformers", "autoplan")  # their code is identified by their version
 _DEPTH = 6  # of nested values
-_NAMESPACES = ("types", "argparse")  # modules of Python whose objects people keep settings in
+# Packages of Python, and numpy, whose objects are plain values: they are read as a copy of them would be made. (Others
+# hold what differs from process to process: locks, streams of random numbers, process groups.)
+_OF_VALUES = ("argparse", "array", "collections", "decimal", "fractions", "functools", "numpy", "operator", "types")
+_MOST_ITEMS = 1024  # of an array that is read
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MARKS = ("__", "_autoplan", "_hf", "_is_hf", "_fsdp", "_old", "_gradient_checkpointing")  # set by libraries
+_WRITTEN = (torch.dtype, torch.memory_format, torch.finfo, torch.iinfo, bytes, complex, range, slice, re.Pattern)
 _ABSENT = object()  # marks a value that is left out
 
 
@@ -50,34 +55,32 @@ class Reading:
     def __init__(self, model: nn.Module) -> None:
         self.kinds = {type(module) for module in model.modules()}
         self.packages = {_package(base) for kind in self.kinds for base in kind.__mro__} - {*VERSIONED}
+        self.registered = {id(module) for module in model.modules()}
         self.memo: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.hashes: dict[FunctionType, str] = {}  # of functions' own code, which is the same at each depth
 
-    def module(self, module: nn.Module) -> dict[str, Any]:
+    def module(self, module: nn.Module, depth: int = _DEPTH) -> dict[str, Any]:
         """Return the attributes of a module, by name."""
         idle = {*_OF_TORCH, conventions().own_checkpointing[0], *(("p",) if isinstance(module, DROPOUTS) else ())}
         marks = _MARKS if self._is_own(type(module)) else "_"  # a private one counts only in the model's own classes
         values = ((name, value) for name, value in vars(module).items() if not name.startswith(marks))
-        return self._mapping({name: value for name, value in values if name not in idle}, _DEPTH)
+        return self._mapping({name: value for name, value in values if name not in idle}, depth)
 
     def classes(self) -> list[Any]:
         """Return functions and plain values of the classes, and of their bases, whose code has no version."""
         bases = {base for kind in self.kinds for base in kind.__mro__ if self._is_own(base)}
-        read = [[base.__qualname__, self._mapping(dict(_members(base)), _DEPTH)] for base in bases]
-        return sorted((entry for entry in read if entry[1]), key=repr)
+        return sorted(filter(None, (self._class(base, _DEPTH) for base in bases)), key=repr)
 
     def value(self, value: Any, depth: int = _DEPTH) -> Any:
         """Return a value as plain data; `_ABSENT` where it is left out."""
         value = original_of(value)  # earlier models may have replaced a function that this one's code reads
+        if not isinstance(value, FunctionType) and callable(wrapped := getattr(value, "__wrapped__", None)):
+            value = wrapped  # of a cached function
         if value is None or isinstance(value, (bool, int, str)):
             return value
-        if isinstance(value, float):
+        if isinstance(value, (float, *_WRITTEN)):
             return repr(value)
-        if isinstance(value, (torch.dtype, torch.Size, bytes, complex, range, slice)):
-            return repr(value)
-        if isinstance(value, Enum):
-            return f"{type(value).__qualname__}.{value.name}"
-        if isinstance(value, (torch.Tensor, nn.Module, ModuleType, torch.device)) or not depth:
+        if isinstance(value, (torch.Tensor, ModuleType, torch.device)) or id(value) in self.registered or not depth:
             return _ABSENT
         cached = self.memo.get((id(value), depth))  # at each depth anew: what was read first must not matter
         if cached is None:
@@ -85,27 +88,40 @@ class Reading:
         return cached[1]
 
     def _within(self, value: Any, depth: int) -> Any:
+        if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+            return self._code(value, depth)
+        if isinstance(value, MethodType):
+            return self.value(value.__func__, depth)
+        content = self._content(value, depth)
+        return [self._code(type(value), depth), content] if self._is_own(type(value)) else content
+
+    def _content(self, value: Any, depth: int) -> Any:
+        """Return what an object holds."""
+        kind, rules = type(value), conventions()
+        if isinstance(value, nn.Module):  # in a list, say
+            return [[name, type(part).__qualname__, self.module(part, depth)] for name, part in value.named_modules()]
         if isinstance(value, Mapping):
             return self._mapping(value, depth)
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple, deque)):
             return self._list(value, depth)
         if isinstance(value, (set, frozenset)):
             return sorted(repr(self.value(item, depth)) for item in value)
-        if isinstance(value, partial):
-            return ["partial", self._list((value.func, value.args, value.keywords), depth)]
-        if isinstance(value, MethodType):
-            return self.value(value.__func__, depth)
-        if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
-            return self._code(value, depth)
-        # Any other object (a library's config, a dataclass, a namespace) by its class and attributes.
-        kind, rules = type(value), conventions()
         config = rules.config_of(cast(Any, SimpleNamespace(config=value)))
         if config is not None:
             settings = ((name, value) for name, value in config.to_dict().items())
             return self._mapping({n: v for n, v in settings if not n.startswith(rules.idle_settings)}, depth)
-        if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
-            return kind.__qualname__
-        return [kind.__qualname__, self._mapping(getattr(value, "__dict__", {}), depth)]
+        if self._is_own(kind):
+            state = object.__getstate__(value)  # with slots, if it has some
+            parts = state if isinstance(state, tuple) else (state,)
+            held = {name: v for part in parts for name, v in (part or {}).items() if not name.startswith("__")}
+            return self._mapping(held, depth)
+        name = [kind.__qualname__, getattr(value, "__name__", None)]
+        if _package(kind) not in _OF_VALUES or getattr(value, "size", 0) > _MOST_ITEMS:
+            return name
+        try:
+            return [name, self._list(value.__reduce_ex__(2), depth)]
+        except TypeError:  # nothing that can be copied
+            return name
 
     def _mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         rules, plain = conventions(), {}
@@ -123,13 +139,16 @@ class Reading:
     def _code(self, function: Any, depth: int) -> Any:
         """Return a function or class by name; if it has no version, by its code and the values that the code reads."""
         name = f"{_module(function)}.{getattr(function, '__qualname__', '')}"
-        if isinstance(function, type) and self._is_own(function):
-            return [name, self._mapping(dict(_members(function)), depth)]
-        if not isinstance(function, FunctionType) or not self._is_own(function):
+        if not self._is_own(function):
             return name
-        spaces, names = function.__globals__, sorted(set(names_in(function.__code__)))
-        read = self._mapping({name: spaces[name] for name in names if name in spaces}, depth)
+        if isinstance(function, type):
+            bases = [base for base in (*function.__mro__, type(function)) if self._is_own(base)]
+            return [name, [self._class(base, depth) for base in bases]]
+        if not isinstance(function, FunctionType):
+            return name
+        read = self._mapping(self._named(function.__globals__, set(names_in(function.__code__)), depth), depth)
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        cells += [value for name, value in sorted(vars(function).items()) if name != "__wrapped__"]
         around = (function.__defaults__, function.__kwdefaults__, cells)
         if function not in self.hashes:
             # The source, if it has its own: compiled code differs between versions of Python.
@@ -137,6 +156,21 @@ class Reading:
             text = source or "\n".join(_compiled(function.__code__))
             self.hashes[function] = hashlib.sha256(text.encode()).hexdigest()[:16]
         return [self.hashes[function], read, self._list(around, depth)]
+
+    def _class(self, kind: type, depth: int) -> Any:
+        """Return the functions and plain values of one class, without its bases; None if it has none."""
+        members = self._mapping(dict(_members(kind)), depth)
+        return [kind.__qualname__, members] if members else None
+
+    def _named(self, space: Mapping[str, Any], names: Collection[str], depth: int) -> dict[str, Any]:
+        """Return the values in a namespace that code reads by these names; of a module's, those that it reads there."""
+        return {
+            name: self._named(vars(value), names, depth - 1)
+            if isinstance(value := space[name], ModuleType) and self._is_own(value) and depth > 0
+            else value
+            for name in sorted(names)
+            if name in space
+        }
 
     def _is_own(self, thing: Any) -> bool:
         """Return whether code has no version: it is the model's, or its package is not installed."""
@@ -152,7 +186,7 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _module(thing: Any) -> str:
-    return str(getattr(thing, "__module__", None))
+    return str(getattr(thing, "__name__" if isinstance(thing, ModuleType) else "__module__", None))
 
 
 def _package(thing: Any) -> str:

@@ -6,16 +6,21 @@ import copy
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from interrupts import fake_world
@@ -237,6 +242,15 @@ def _scaled(by: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x * by
 
 
+@dataclass(slots=True)
+class Slots:
+    kind: str
+
+
+def _cached(by: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lru_cache(_scaled(by))
+
+
 VARIANTS: dict[str, tuple[Any, Any]] = {
     "bool": (True, False),
     "string": ("sum", "mean"),
@@ -255,6 +269,17 @@ VARIANTS: dict[str, tuple[Any, Any]] = {
     "object": (Settings("a"), Settings("b")),
     "namespace": (SimpleNamespace(kind="a"), SimpleNamespace(kind="b")),
     "class": (nn.GELU, nn.ReLU),
+    "number of numpy": (np.float32(0.5), np.float32(0.25)),
+    "array": (np.array([1, 2]), np.array([1, 3])),
+    "decimal": (Decimal("0.5"), Decimal("0.25")),
+    "queue": (deque(["a"]), deque(["b"])),
+    "item": (itemgetter(0), itemgetter(1)),
+    "pattern": (re.compile("a"), re.compile("b")),
+    "op": (torch.ops.aten.relu, torch.ops.aten.sigmoid),
+    "method of tensors": (torch.Tensor.relu, torch.Tensor.sigmoid),
+    "slots": (Slots("a"), Slots("b")),
+    "cached function": (_cached(2.0), _cached(3.0)),
+    "module in a list": ([nn.LeakyReLU(0.1)], [nn.LeakyReLU(0.2)]),
 }
 
 
@@ -279,6 +304,28 @@ def test_classes_and_the_functions_that_they_call_belong_to_the_plan(monkeypatch
     assert model_hash(Mlp()) != known
     monkeypatch.undo()
     assert model_hash(Mlp()) == known
+
+
+HELD = "class Held:\n    {}\nclass Base(Mlp):\n    held = Held()"
+CODE = {
+    "of an object that is held": HELD.format("def __call__(self, x): return x.{}()"),
+    "of a property": HELD.format("kind = property(lambda self: '{}')"),
+    "of a base of its class": f"class Kind:\n    kind = '{{}}'\n{HELD.replace('Held:', 'Held(Kind):').format('pass')}",
+    "of an enum": "class Way(Enum):\n    one = '{}'\nclass Base(Mlp):\n    way = Way.one",
+    "of a helper's module": "class Base(Mlp):\n    def forward(self, x): return helpers.mixed(x)",
+}
+
+
+@pytest.mark.parametrize("kind", CODE)
+def test_code_of_what_a_model_holds_or_calls_belongs_to_the_plan(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(word: str) -> nn.Module:
+        helpers = ModuleType("helpers_of_a_model")
+        exec(f"def mixed(x): return x.{word}()", vars(helpers))
+        space = {"Mlp": Mlp, "Enum": Enum, "helpers": helpers, "__name__": "of_a_model"}
+        exec(CODE[kind].format(word), space)
+        return cast(nn.Module, cast(Any, space["Base"])())
+
+    assert model_hash(made("relu")) == model_hash(made("relu")) != model_hash(made("sigmoid"))
 
 
 def test_what_is_read_of_a_model_is_the_same_in_every_process() -> None:
