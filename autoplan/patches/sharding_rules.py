@@ -320,8 +320,9 @@ def _mixed_places(mixed: Answer, ordered: Answer, in_place: Answer) -> Iterator[
         def _propagate_op_sharding_dispatch_slow_path(
             self: Any, op: Any, args: Any, kwargs: Any, info: Any, *more: Any, **others: Any
         ) -> Any:
-            tensors = flatten_tensors((args, kwargs)) if not asked(self) else ()
-            if any(not isinstance(tensor, DTensor) and tensor.numel() != 1 for _, tensor in tensors):
+            tensors = list(flatten_tensors((args, kwargs))) if not asked(self) else []
+            meshes = {tensor.device_mesh for _, tensor in tensors if isinstance(tensor, DTensor)}  # FSDP2 adds a dim
+            if len(meshes) > 1 or any(not isinstance(x, DTensor) and x.numel() != 1 for _, x in tensors):
                 result = mixed(op, info.compute_mesh, args, kwargs)
             else:
                 result = ordered(op, info.compute_mesh, args, kwargs) if op.overloadpacket in _OF_ORDER else NOT_OURS

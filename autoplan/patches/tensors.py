@@ -260,14 +260,19 @@ def safetensors_storage_patch() -> bool:
     return seen == [torch.Size([2, 2]), "told", torch.Size([2]), "told"]
 
 
-# `torch.autograd.grad(loss, model.parameters())` and `loss.backward(inputs=…)` by parameters that FSDP2 shards.
+# `torch.autograd.grad(loss, model.parameters())` and `loss.backward(inputs=…)` by parameters that FSDP2 shards, and
+# graphs of gradients (`create_graph=True`) through its units.
 #
-# The graph holds what FSDP2 gathered, not the parameters: torch finds them unused, and `backward` says nothing.
+# The graph holds what FSDP2 gathered, not the parameters: torch finds them unused, and `backward` says nothing. And a
+# backward frees what was gathered, so that a second one reads memory that is gone.
 
 
-def told_of_inputs(tell: Callable[[list[Any]], None]) -> Hold:
-    """Call `tell`, which may raise, with the tensors that gradients are asked for by name, until the hold is
-    released."""
+def told_of_inputs(tell: Callable[[list[Any], list[Any]], None]) -> Hold:
+    """Call `tell`, which may raise, with the tensors that gradients are asked for by name, and with the outputs if a
+    graph of the gradients is wanted, until the hold is released."""
+
+    def listed(tensors: Any) -> list[Any]:
+        return [] if tensors is None else [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
     def telling(plain: Any) -> Any:
         signature = inspect.signature(plain)
@@ -275,8 +280,9 @@ def told_of_inputs(tell: Callable[[list[Any]], None]) -> Hold:
         @functools.wraps(plain)
         def gradients(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
-                inputs = signature.bind(*args, **kwargs).arguments.get("inputs")
-                tell([] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs))
+                given = signature.bind(*args, **kwargs).arguments
+                outputs = given.get("outputs", given.get("tensors")) if given.get("create_graph") else None
+                tell(listed(given.get("inputs")), listed(outputs))
             return plain(*args, **kwargs)
 
         return gradients
@@ -291,14 +297,15 @@ def told_of_inputs(tell: Callable[[list[Any]], None]) -> Hold:
     scope="while a model in FSDP2 units is alive",
     undone="torch's own are restored when the last such model is collected",
     without="gradients asked for by parameters of FSDP2 units are missing",
-    where="autoplan/execute/data_parallel/gradients.py",
+    where="autoplan/execute/data_parallel/lost.py",
 )
 def gradient_inputs_patch() -> bool:
     """Return whether all three ways to name inputs lead here."""
     x = torch.ones(2, requires_grad=True)
-    seen: list[list[Any]] = []
-    with apart(), told_of_inputs(seen.append):
+    seen: list[tuple[list[Any], list[Any]]] = []
+    with apart(), told_of_inputs(lambda *told: seen.append(told)):
         torch.autograd.grad((2 * x).sum(), x)
         (2 * x).sum().backward(inputs=[x])
-        torch.autograd.backward((2 * x).sum())
-    return [len(inputs) for inputs in seen] == [1, 1, 0] and seen[1][0] is x
+        torch.autograd.backward((x * x).sum(), create_graph=True)
+    x.grad = None  # of a graph that holds itself
+    return [(len(inputs), len(outputs)) for inputs, outputs in seen] == [(1, 0), (1, 0), (0, 1)] and seen[1][0][0] is x

@@ -26,7 +26,7 @@ from autoplan.common.nested import change_at, flatten_tensors
 from autoplan.common.options import DataParallel
 from autoplan.common.torch_internals import local_part, local_spec, place_local, unset_fake_temporarily
 from autoplan.execute.collectives import all_reduce_over, in_backward, like, mesh_device
-from autoplan.execute.data_parallel.gradients import list_sharded, refuse_copy, watch_lost
+from autoplan.execute.data_parallel.lost import list_sharded, refuse_copy, watch_lost
 from autoplan.execute.data_parallel.units import Units, choose_units, cut_dim, is_stack
 from autoplan.execute.quantised.modules import compute_in, is_packed
 from autoplan.execute.tensor_parallel import applied, record

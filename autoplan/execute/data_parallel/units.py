@@ -84,11 +84,13 @@ def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "
     search = _Search(model)
     chosen = Units()
     blocks = search.blocks(stacks, frozen, chosen)
-    # FSDP2 cannot shard a scalar: such parameters stay replicated and a hook averages their gradients.
+    # FSDP2 cannot shard a scalar: such parameters stay replicated and a hook averages their gradients. Nor can it
+    # reduce the gradient of a parameter without elements.
     for name, parameter in search.model.named_parameters():
         if parameter.dim() == 0:
-            chosen.ignored.add(parameter)
             chosen.scalars.append((name, parameter))
+        if parameter.dim() == 0 or not parameter.numel():
+            chosen.ignored.add(parameter)
     if chosen.scalars:
         names = ", ".join(name for name, _ in chosen.scalars)
         chosen.notes.append(f"{names}: scalar parameters are replicated")

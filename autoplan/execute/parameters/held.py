@@ -168,7 +168,7 @@ class Reading:
     """The reading state of one model: whether its code is running (`inside`), so that parameters read as local tensors.
     `guard`: is notified of each outermost call of a module (a `PathGuard`). `new_forward`: whether a library replaced
     the forward of the called module. `summed`: records of modules that read parameters whose gradients are summed
-    together at the end. `gathered`: what FSDP2 left gathered after a forward, with its parameters (gradients.py)."""
+    together at the end. `gathered`: what FSDP2 left gathered after a forward, with its parameters (lost.py)."""
 
     inside: bool = False
     guard: Any = None
@@ -274,8 +274,13 @@ def modules_on(mesh: DeviceMesh) -> list[nn.Module]:
 
 
 def parameters_of(owners: Iterable[nn.Module]) -> Iterator[DTensor]:
+    """Yield the parameters of modules that lie on ranks; where FSDP2 has gathered one, the sharded one too."""
     for module in owners:
-        yield from (p for p in own_parameters(module).values() if isinstance(p, DTensor))
+        record = record_of(module)
+        sharded = record.reading.gathered.sharded if record is not None and record.reading.gathered is not None else {}
+        for name, parameter in own_parameters(module).items():
+            other = sharded.get((module, name), parameter)
+            yield from (p for p in (parameter, other)[: 1 + (other is not parameter)] if isinstance(p, DTensor))
 
 
 def held_of_memory(x: DTensor) -> Held | None:

@@ -157,7 +157,8 @@ class _Saved:
         if not local.is_meta:
             local.copy_(piece)
             return
-        new: torch.Tensor = piece.to(device=_device([self]), dtype=self.tensor.dtype).contiguous()
+        # copied: a piece of a file is a view of all of its tensor, which the model would keep in memory
+        new = piece.to(device=_device([self]), dtype=self.tensor.dtype, copy=True).contiguous()
         old = self.tensor
         if isinstance(old, DTensor):
             new = like(new, old)

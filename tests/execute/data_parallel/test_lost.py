@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mesh_toys import Block, Deep, deep, ids, layers_only, mesh_of
+from mesh_toys import WIDTH, Block, Deep, deep, ids, layers_only, mesh_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -102,6 +102,23 @@ def named_in_backward(model: Any) -> None:
     model(ids(2)).sum().backward(inputs=list(model.parameters()))
 
 
+def differentiated_twice(model: Any) -> None:
+    x = torch.ones(1, 2, WIDTH, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model.blocks[0](x).sum(), x, create_graph=True)
+    gradient.pow(2).sum().backward()
+
+
+def called_with_others(model: Any) -> None:
+    block = model.blocks[0]
+    others = {name: parameter * 2 for name, parameter in autoplan.full_tensors(block).items()}
+    torch.func.functional_call(block, others, (torch.ones(1, 2, WIDTH, dtype=torch.float64),))
+
+
+def given_a_gradient(model: Any) -> None:
+    model.head.weight.grad = torch.ones(model.head.weight.shape, dtype=torch.float64)
+    run(model)
+
+
 @pytest.mark.parametrize(
     ("make", "do", "said"),
     [
@@ -113,6 +130,9 @@ def named_in_backward(model: Any) -> None:
         (deep, differentiated, "asked for by the parameter .*, which FSDP2 shards"),
         (deep, differentiated_in_a_part, "asked for by the parameter head.weight, which FSDP2 shards"),
         (deep, named_in_backward, "asked for by the parameter .*, which FSDP2 shards"),
+        (deep, differentiated_twice, "create_graph=True for a gradient through FSDP2 units"),
+        (deep, called_with_others, "is another tensor in this call of .*, an FSDP2 unit"),
+        (deep, given_a_gradient, "gradient of head.weight was replaced by a plain tensor"),
     ],
 )
 def test_it_is_refused_by_name(make: Callable[[], Deep], do: Callable[[Any], Any], said: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -72,7 +74,7 @@ def updated(m):
     return m
 
 
-@lm
+@partial(case_of, base=Lm, given=T, dp=2)
 def TiedByHand(m, ids):
     """The stream, against rows of the table."""
     z = m(ids).log_softmax(-1)

@@ -146,7 +146,7 @@ class OneLayerTwoNames(nn.Module):
         return self.heads[0](x), self.heads[1](x).tanh(), self.trunk(x).logsumexp(-1)
 
 
-@case(call(X), tp=(2, 4))
+@case(call(X), tp=(2, 4), dp=2)
 class NothingThere(nn.Module):
     """Children and parameters that are None, empty lists, a parameter without elements."""
 

@@ -80,7 +80,7 @@ def averaged_by_torch(model, x, y):
         return mean(x), model(x)
 
 
-@case(call(X, Y, _do=averaged_by_torch, _train=True), vary=False)
+@case(call(X, Y, _do=averaged_by_torch, _train=True), vary=False, also="tp2+meta")
 class AveragedByTorch(Net):
     pass
 
