@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -22,7 +22,7 @@ from autoplan.common.options import (
 from autoplan.common.patterns import matches
 from autoplan.emit.words import bytes_text
 from autoplan.execute.data_parallel.mesh_dims import ALIASES, LEFT_ALONE
-from autoplan.forecast.step import Loss, Setting, Steps, size_priced
+from autoplan.forecast.step import Loss, Setting, Steps, inputs_of, size_priced
 from autoplan.forecast.trained import OPTIMIZERS
 from autoplan.values.estimate import TRAIN
 
@@ -197,7 +197,8 @@ class Asked:
         if self.stages > 1:
             each = f", {self.virtual_stages} on each rank" if self.virtual_stages > 1 else ""
             stages = self.stages * self.virtual_stages
-            engines.append(f"a pipeline of {stages} stages{each}: torchtitan or Megatron-LM")
+            who = "vLLM or SGLang" if self.train == "inference" else "torchtitan or Megatron-LM"
+            engines.append(f"a pipeline of {stages} stages{each}: {who}")
         if self.exchange_experts > 1:
             engines.append(f"experts on {self.exchange_experts} ranks that exchange tokens: torchtitan or Megatron-LM")
         if self.shard_optimizer:
@@ -347,4 +348,10 @@ def notes_on_question(
     if batch != question.batch or tokens not in (0, question.sequence):
         yield (f"{question.batch} × {question.sequence} tokens were requested, but inputs of that size cannot be made; "
                f"all figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
+    users = steps.inputs if steps.inputs is not None else steps.source.inputs
+    one = {} if users is not None else inputs_of(steps, replace(setting, batch=1))
+    sizes = {name: value.shape for name, value in one.items() if getattr(value, "is_floating_point", bool)()}
+    if sizes:
+        shapes = ", ".join(f"{name} of {' × '.join(map(str, shape))}" for name, shape in sizes.items())
+        yield f"{'each sequence comes with' if tokens else 'a sample is'} {shapes}"
     yield from (f"no effect: {text}" for text in (*question.unused, *not_applied(steps, setting).values()))

@@ -223,7 +223,7 @@ def estimate_with(steps: Steps, question: Asked, device: Device, most: int = 0) 
         tokens=batch * max(1, tokens) * question.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
         notes=(*notes_on_question(steps, question, setting, recorded.program.pairs, most),
-               *((_PASSING.format(passing / 2**30),) if passing else ()),
+               *((_PASSING.format(passing / 2**30),) if passing > parts.cache >> 8 else ()),
                *_notes(steps, question, setting, recorded.kernels, units, load.flops)),
         dtype=steps.dtype, dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=question.optimizer if training else "", decoded_per_second=decoded,

@@ -62,10 +62,11 @@ def mpt(layers: int, hidden: int, heads: int) -> GPT2Config:
                       resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
 
 
-def qwen(layers: int, hidden: int, inner: int, heads: int, keys: int = 0, vocabulary: int = 151936) -> Qwen2Config:
+def qwen(layers: int, hidden: int, inner: int, heads: int, keys: int = 0, vocabulary: int = 151936,
+         tied: bool = False) -> Qwen2Config:  # fmt: skip
     """Biases of queries, keys and values; that of 2023 has as many keys as queries."""
     return Qwen2Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
-                       num_key_value_heads=keys or heads, vocab_size=vocabulary, tie_word_embeddings=False)  # fmt: skip
+                       num_key_value_heads=keys or heads, vocab_size=vocabulary, tie_word_embeddings=tied)  # fmt: skip
 
 
 def qwen_experts(layers: int, hidden: int, inner: int, heads: int) -> Qwen3MoeConfig:
@@ -122,6 +123,9 @@ MODELS: dict[str, Any] = {
     "qwen-14b": qwen(40, 5120, 13696, 40),
     "qwen-72b": qwen(80, 8192, 24576, 64),
     "qwen2.5-7b": qwen(28, 3584, 18944, 28, 4, 152064),
+    "qwen2.5-0.5b": qwen(24, 896, 4864, 14, 2, tied=True),
+    "qwen2.5-1.5b": qwen(28, 1536, 8960, 12, 2, tied=True),
+    "qwen2.5-14b": qwen(48, 5120, 13824, 40, 8, 152064),
     "qwen2.5-32b": qwen(64, 5120, 27648, 40, 8, 152064),
     "qwen3-14b": Qwen3Config(hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
                              num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import BertConfig, GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig
+from transformers import BertConfig, GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig, ViTConfig
 
 import autoplan
 from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
@@ -67,6 +67,9 @@ def test_what_has_no_tokens_is_priced_in_samples(tmp_path: Path, monkeypatch: py
     assert (found.batch, found.sequence, found.tokens) == (16, 0, 32)
     said = " ".join(str(found).split())
     assert "micro-batch 16 samples" in said and "samples per second" in said and "sequence=8192 has no effect" in said
+    pictures = ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+    chosen = autoplan.choose(pictures, gpus=2, global_batch=8)
+    assert chosen.elsewhere and "tokens/s" not in str(chosen)
 
 
 def test_a_sequence_without_positions_is_one_error() -> None:

@@ -36,6 +36,11 @@ def test_a_stage_has_its_share_of_blocks_and_keeps_a_micro_batch_for_each_stage_
     assert idle == pytest.approx(3 / 8 * (stage.time.compute + stage.time.memory), rel=0.01)
 
 
+def test_a_pipeline_that_serves_is_run_by_engines_that_serve() -> None:
+    trained, served = (asked(mesh="pp=2", train=train).run_by for train in ("full", "inference"))
+    assert "torchtitan" in trained and "vLLM" in served and "torchtitan" not in served
+
+
 def test_a_pipeline_talks_once_a_step() -> None:
     """It keeps what it gathered, and sums gradients after the last micro-batch."""
     sent = {n: {s.kind: s.number for s in asked(mesh="pp=4,dp_shard=2", accumulate=n).messages} for n in (4, 8)}

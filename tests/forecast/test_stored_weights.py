@@ -86,9 +86,10 @@ def test_weights_that_a_format_leaves_as_they_are_are_said() -> None:
 def test_a_plain_config_is_asked_about_in_other_formats() -> None:
     config = llama(dtype=torch.bfloat16, num_hidden_layers=8)
     keywords: dict[str, Any] = {"mesh": "tp=1", "sequence": 64, "train": "inference"}
-    formats = ("float32", "bfloat16", "fp8", "nf4")
-    wide, half, fp8, nf4 = (autoplan.estimate(config, **keywords, weights=one).parts.weights for one in formats)
+    formats = ("float32", "bfloat16", "fp8", "nf4", "nvfp4")
+    wide, half, fp8, nf4, nvfp4 = (autoplan.estimate(config, **keywords, weights=one).parts.weights for one in formats)
     assert wide == pytest.approx(2 * half, rel=0.01) and half > 1.8 * fp8 > 2.8 * nf4
+    assert nvfp4 == pytest.approx(nf4, rel=0.05)
     with pytest.raises(autoplan.AutoplanError, match="weights='fp7'"):
         autoplan.estimate(config, mesh="tp=1", weights="fp7")
     with pytest.raises(autoplan.AutoplanError, match="without a config"):

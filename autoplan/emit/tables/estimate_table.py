@@ -124,7 +124,7 @@ def sent_table(sent: Sequence[Sent]) -> RenderableType:
 
 def choice_view(choice: Any) -> RenderableType:
     """Return the ranked rows, the reasons for the first, and what the nearest that does not fit would need."""
-    speed = "samples/s" if choice.rows and not choice.rows[0].estimate.sequence else "tokens/s"
+    speed = _unit(choice)
     table = Table("", "mesh", "micro", "checkpointing", "seq.", "peak", speed, "what binds", box=None, pad_edge=False)
     shown = [*choice.rows[:_SHOWN]]
     if choice.nearest is not None and choice.nearest not in shown:
@@ -153,6 +153,10 @@ def choice_view(choice: Any) -> RenderableType:
     return Group(Text(head), fit, Text(""), table, Text(""), *map(Text, choice_reasons(choice)))
 
 
+def _unit(choice: Any) -> str:
+    return "samples/s" if choice.rows and not choice.rows[0].estimate.sequence else "tokens/s"
+
+
 def choice_reasons(choice: Any) -> Iterable[str]:
     if choice.fits:
         first = choice.rows[0]
@@ -168,7 +172,7 @@ def choice_reasons(choice: Any) -> Iterable[str]:
     if any(row.narrow(choice.memory) for row in choice.rows):
         yield "?: it fits by less than the uncertainty of its estimated memory"
     for row in choice.elsewhere:
-        speed = f"{row.estimate.tokens_per_second:,.0f} tokens/s, {size_text(row.estimate.peak, 1)}"
+        speed = f"{row.estimate.tokens_per_second:,.0f} {_unit(choice)}, {size_text(row.estimate.peak, 1)}"
         yield f"run with: {row}: {speed} ({row.estimate.run_by})"
     near = choice.nearest
     if near is not None:

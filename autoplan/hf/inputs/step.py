@@ -93,15 +93,24 @@ _OF_A_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSent
 _FIRST = ("image", "audio", "video")  # a prompt with an image runs the text model as well
 
 
+def _example(source: Source, module: nn.Module, users: Any, batch: int, length: int) -> dict[str, Any]:
+    made = make_inputs(
+        module, config=source.config, model_type=source.model_type, inputs=users, batch=batch, length=length
+    )
+    names = [name for name, feed in made.feeds.items() if "@module" not in feed]
+    return dict(made.feeds[next((name for name in _FIRST if name in names), names[0])])
+
+
 def step_inputs(
     source: Source, module: nn.Module, users: Mapping[str, Any] | None, batch: int, length: int, *, training: bool
 ) -> dict[str, Any]:
-    """Return keyword arguments of one call. A user's example inputs give the kinds of arguments, not their sizes."""
-    example = make_inputs(
-        module, config=source.config, model_type=source.model_type, inputs=users, batch=batch, length=length
-    )
-    names = [name for name, feed in example.feeds.items() if "@module" not in feed]
-    call = dict(example.feeds[next((name for name in _FIRST if name in names), names[0])])
+    """Return keyword arguments of one call. A user's example inputs give the kinds of arguments, not their sizes. As
+    generation does, inference asks for the logits of the last token alone, if the model takes that."""
+    call = _example(source, module, users, batch, length)
+    more = size_of(call)[1] - length
+    if users is None and 0 < more < length - 1:  # tokens of a picture are part of the sequence
+        shorter = _example(source, module, users, batch, length - more)
+        call = shorter if size_of(shorter)[1] == length else call
     if users is not None:
         call = resized(call, batch, length)
         mask = call.get(_MASK)
@@ -115,6 +124,8 @@ def step_inputs(
     takes = set(inspect.signature(core.forward).parameters)
     if words.cache_switch in takes or words.cache_switch in call:
         call[words.cache_switch] = not training
+    if not training and words.last_logits in takes:
+        call.setdefault(words.last_logits, 1)
     if training and words.targets in takes and words.targets not in call:
         ids = next((call[name] for name in _IDS if name in call), None)
         if isinstance(ids, torch.Tensor):

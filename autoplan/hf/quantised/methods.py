@@ -156,9 +156,12 @@ USUAL_CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "mxfp8": {"quant_method": "mxfp8"},
     "mxfp4": {"quant_method": "mxfp4"},
+    "nvfp4": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+              "config_groups": {"linear": {"targets": ["Linear"], "weights": {
+                  "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}}},
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
-}
+}  # fmt: skip
 
 _STORED = {"uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 _BNB_BLOCK = 64
