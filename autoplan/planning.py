@@ -228,7 +228,7 @@ def solve_source(
 
 def _summed_inside(solution: Solution) -> set[str]:
     """Return the modules in which a sum over ranks cannot be exchanged for positions."""
-    return {starred(why.place) for why in solution.whole_sequence if why.why == "summed-inside"}
+    return {starred(why.place) for why in solution.whole_sequence if why.summed}
 
 
 def _cut(
