@@ -93,8 +93,8 @@ class Stream(CutStream):
                 raise Refused(WholeSequence("summed-before", key[0].module))
             result.scatters[key] = dim
         at = self.flow.tensor_at
-        left = ((b, at(b, "output")) for b, side in result.scatters if side == "output")
-        self.cut_from = {tensor: b.last for b, tensor in left}
+        left = sorted((b.last, at(b, "output")) for b, side in result.scatters if side == "output")
+        self.cut_from = {tensor: last for last, tensor in reversed(left)}  # behind the innermost
         self.scattered_in = [(at(b, "input"), b) for b, side in result.scatters if side == "input"]
         self.cut |= {at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
         for index in range(self.first_call, len(self.trace.calls)):
