@@ -100,9 +100,8 @@ def as_given(instruction: Instruction, result: Any, source: torch.Tensor | None 
     if gives is Spread.REPLICATE and not getattr(instruction, "cuts", ()):
         marks.remove(result)
     elif gives is not Spread.ANY:
-        whole = None
-        cuts = isinstance(instruction, SequenceBoundary) and gives is Spread.SEQUENCE_SHARD is not instruction.takes
-        if source is not None and cuts:  # each rank keeps some of the positions
+        whole, cuts = None, gives is Spread.SEQUENCE_SHARD is not instruction.takes
+        if source is not None and cuts and isinstance(instruction, SequenceBoundary):  # a rank keeps some positions
             dim, own = instruction.dim % result.dim(), own_of(source)
             whole = (*result.shape[:dim], source.shape[dim] if own is None else own.length, *result.shape[dim + 1 :])
         marks.add(result, GRADIENT if gives is Spread.PARTIAL_GRADIENT else PART, whole)
