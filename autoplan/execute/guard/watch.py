@@ -40,10 +40,8 @@ Pair = tuple[float, float]
 Differs = Callable[[], Callable[[Pair, Pair], None] | None]  # a weak reference: models and caches keep sizes
 WholeShapes = Callable[[torch.Tensor], Shape | None]  # None: cannot be told
 
-_KEEP_SHAPES = {
-    *("bfloat16", "clone", "contiguous", "detach", "double", "dropout", "float", "half", "layer_norm", "log_softmax"),
-    *("rms_norm", "softmax", "to", "type_as"),
-}
+_KEEP_SHAPES = {"clone", "contiguous", "detach", "double", "dropout", "float", "half", "log_softmax", "softmax"}
+_KEEP_SHAPES |= {"layer_norm", "rms_norm", "to", "type_as"}
 
 
 class PartSize(int):
