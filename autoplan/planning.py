@@ -48,7 +48,7 @@ from autoplan.values import Capabilities, ClassFact, Finding, LocalExperts, Plan
 from autoplan.values.not_placed import WholeSequence
 from autoplan.values.plan import digest
 from autoplan.values.quantised import PackedWeight
-from autoplan.values.reasons import DoesNotDivide, MixedWhole
+from autoplan.values.reasons import DoesNotDivide, MixedWhole, SumsInside
 
 HowMany = Literal["all", "most", "one"]  # stacks that are cut along their sequences
 
@@ -208,6 +208,11 @@ def solve_source(
     )
     how_many: HowMany = "all" if wish.cp_size == 1 else "one" if capabilities.one_stack else "most"
     solution = _cut(solved, captured.trace, sequence_stacks, how_many)
+    summed: set[str] = set()
+    while not solution.sequence_parallel and (more := _summed_inside(solution) - summed):
+        summed |= more
+        solved = partial(solved, summed=tuple(sorted(summed)))
+        solution = _cut(solved, captured.trace, sequence_stacks, how_many)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
         try:
             solution = _cut(solved, captured.unfold().trace, sequence_stacks, how_many)
@@ -219,6 +224,11 @@ def solve_source(
     if wish.ranks > 1:
         _refuse_useless(source, solution, wish, packed, capabilities)
     return solution
+
+
+def _summed_inside(solution: Solution) -> set[str]:
+    """Return the modules in which a sum over ranks cannot be exchanged for positions."""
+    return {starred(why.place) for why in solution.whole_sequence if why.summed}
 
 
 def _cut(
@@ -271,7 +281,7 @@ def _refuse_useless(
     legal = ", ".join(map(str, solution.legal_tp))
     if wish.cp_size > 1:
         if not solution.sequence_parallel:
-            reasons = "; ".join(map(str, solution.whole_sequence))
+            reasons = "; ".join(map(str, folded_reasons(solution)))
             raise IndivisibleError(
                 f"{source.name}: the sequence cannot be sharded over {wish.cp_size} ranks: {reasons}",
                 hint="shard its weights (tp) or its batch (dp) over these ranks instead",
@@ -332,18 +342,29 @@ def _findings(
 
 def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
     """Yield the modules where every rank of cp does the same work, on all positions."""
-    mixed = ((c, c.reason) for c in classes if not c.split and isinstance(c.reason, MixedWhole))
-    whole = [c for c, why in mixed if why.size == c.size and not why.own_queries]
-    for where, why in dict.fromkeys((starred(c.parameters[0][0].rpartition(".")[0]), str(c.reason)) for c in whole):
-        yield Finding("sequence", "warn", where, why, "choose a cp_size that divides them")
+    found: dict[tuple[str, str], str] = {}
+    for each in classes:
+        place, why = starred(each.parameters[0][0].rpartition(".")[0]), None if each.split else each.reason
+        if isinstance(why, MixedWhole) and why.size == each.size and not why.own_queries:
+            found[place, str(why)] = "choose a cp_size that divides them"
+        elif isinstance(why, SumsInside):
+            found[place, str(why)] = ""
+    for (place, text), hint in found.items():
+        yield Finding("sequence", "warn", place, text, hint)
 
 
 def sequence_findings(solution: Solution) -> Iterator[Finding]:
     """Return what sequence parallelism leaves replicated, or why there is none."""
     if not solution.sequence_parallel:
-        why = "; ".join(map(str, solution.whole_sequence))
+        why = "; ".join(map(str, folded_reasons(solution)))
         yield Finding("sequence", "warn", "", f"sequence parallelism was requested but is not applied: {why}")
         return
+    for told in folded_reasons(solution):
+        yield Finding("sequence", "note", "", f"full sequence needed: {told}")
+
+
+def folded_reasons(solution: Solution) -> Iterator[WholeSequence]:
+    """Yield why the whole sequence is needed, once for modules that are alike."""
     alike: dict[WholeSequence, list[WholeSequence]] = {}
     for each in solution.whole_sequence:
         kind = replace(each, place=starred(each.place), maker=starred(each.maker), at=each.at and starred(each.at))
@@ -355,5 +376,4 @@ def sequence_findings(solution: Solution) -> Iterator[Finding]:
 
     for kind, members in alike.items():
         place, maker, at = ([getattr(why, field) for why in members] for field in ("place", "maker", "at"))
-        told = replace(kind, place=patterns(place), maker=patterns(maker), at=kind.at and patterns(at))
-        yield Finding("sequence", "note", "", f"full sequence needed: {told}")
+        yield replace(kind, place=patterns(place), maker=patterns(maker), at=kind.at and patterns(at))

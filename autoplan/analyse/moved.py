@@ -279,6 +279,9 @@ def _traffic(name: str, moves: list[_Moved], needed: list[Payment], tokens: int,
 
     def least(backward: bool) -> tuple[int, int]:
         mine = [payment.weight for payment in needed if payment.backward == backward]
+        exchanged = [m.weight for m in moves if m.backward == backward]
+        if any(m.kind is Collective.ALL_TO_ALL for m in moves):  # positions, instead of what these sums need
+            mine = min(mine, exchanged, key=sum)
         return len(mine), sum(mine) * size // tokens
 
     return Traffic(name, counted(False), counted(True), least(False), least(True), once)

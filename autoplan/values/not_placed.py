@@ -111,6 +111,7 @@ class WholeSequence:
 
     `at`: the module that takes in the full sequence for it; `stack`: all of these blocks do; `inside`: no module
     boundary comes before the call at which the sequence could be gathered. `error`: the error of the recording.
+    `summed`: with nothing of the module split, there is no such sum.
     """
 
     why: WholeWhy
@@ -122,6 +123,7 @@ class WholeSequence:
     stack: str | None = None
     inside: bool = False
     error: str = ""
+    summed: bool = False
 
     def __str__(self) -> str:
         place, maker = self.place or "the model", self.maker or "the model"

@@ -190,6 +190,10 @@ MadeAnewInTraining = _of_text(
     "MadeAnewInTraining",
     "this weight is computed differently in training (a norm is estimated), which was not recorded",
 )
+SumsInside = _of_text(
+    "SumsInside",
+    "its module's own code would sum over ranks, where no positions can be exchanged: each rank of cp runs all of it",
+)
 OnlyExperts = _of_text("OnlyExperts", "only experts are placed on different ranks")
 Exchanged = _of_text("Exchanged", "each rank applies it to its own positions; ranks then exchange positions for heads")
 MixesNothing = _of_text(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import UNRETURNED, CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.changes import Refused, SequencePlacement
@@ -228,7 +229,7 @@ class _Outside:
         summed |= {(c, "input") for c in entering if (c, AllReduce) in self.placement.inputs}
         self.cut.summed_back |= summed
         if not summed and maker in self.placement.reductions:
-            raise Refused(self._reason("summed-inside", maker))
+            raise Refused(replace(self._reason("summed-inside", maker), summed=True))
         return bool(summed)
 
     def _check_readers(self, tensor: int) -> None:

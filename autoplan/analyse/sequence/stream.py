@@ -93,12 +93,13 @@ class Stream(CutStream):
                 raise Refused(WholeSequence("summed-before", key[0].module))
             result.scatters[key] = dim
         at = self.flow.tensor_at
-        scattered_out = {at(b, "output") for b, side in result.scatters if side == "output"}
+        left = sorted((b.last, at(b, "output")) for b, side in result.scatters if side == "output")
+        self.cut_from = {tensor: last for last, tensor in reversed(left)}  # behind the innermost
         self.scattered_in = [(at(b, "input"), b) for b, side in result.scatters if side == "input"]
         self.cut |= {at(b, s) for b, s in result.scatters if s == "output" and b.last <= self.first_call}
         for index in range(self.first_call, len(self.trace.calls)):
             self._visit(index)
-            self.cut |= scattered_out.intersection(self.flow.outputs[index])
+            self.cut |= self.cut_from.keys() & {*self.flow.outputs[index]}
         self.finish()
         return result
 
@@ -369,9 +370,10 @@ class Stream(CutStream):
         dim = self.positions.plain_dim(tensor)
         if dim is None:
             return
-        for crossing in self.left_before(tensor, index):
-            # the walk sees only readers after the boundary
-            seen = all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
+        gathered = tensor in self.cut and tensor not in self.cut_from
+        for crossing in () if gathered else self.left_before(tensor, index):
+            # the walk sees no readers in front of it, other than those in the module, which have the whole
+            seen = not any(crossing.last <= use < self.first_call for use in self.flow.uses[tensor])
             if seen and (crossing, "output") not in self.result.gathers:
                 self._add(self.result.scatters, [(crossing, "output")], dim, None)
         for crossing in self.entering(tensor, index):

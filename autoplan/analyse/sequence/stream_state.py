@@ -81,6 +81,7 @@ class CutStream:
         self.reduces = {*placement.done_to(AllReduce), *placement.done_to(WithholdPartial)}
         self.first_call = self.last_call = 0
         self.cut: set[int] = set()
+        self.cut_from: dict[int, int] = {}  # the first call behind the module that returns it whole, and is cut there
 
     def _in_every_run(self, side: str, crossings: Iterable[Crossing]) -> list[Crossing]:
         """The same points in runs without gradients too: a copy does nothing there, but what it becomes gathers."""
@@ -141,7 +142,7 @@ class CutStream:
         """Return whether the value is sharded when this call runs, unless a boundary made it whole."""
         if tensor in self.starts.values():  # what the first block takes in is whole outside it
             return any(t == tensor and start.first <= call < start.last for start, t in self.starts.items())
-        return tensor in self.cut
+        return tensor in self.cut and call >= self.cut_from.get(tensor, 0)
 
     def index_crossings(self) -> None:
         """Crossings that make a value whole again, by value."""

@@ -98,7 +98,7 @@ def score_clone(
     from autoplan.decide.plan.planner import make_plan
     from autoplan.hf.source import resolve
     from autoplan.hf.stacks import layers
-    from autoplan.planning import capture_source, solve_source, stacks_to_cut
+    from autoplan.planning import capture_source, folded_reasons, solve_source, stacks_to_cut
 
     source = resolve(clone.model, inputs=clone.feeds)
     captured = capture_source(source, clone.model)
@@ -125,7 +125,7 @@ def score_clone(
         scoped=len(solution.runtime.of(CallRewrite)),
         notes=(*captured.trace.notes, *map(str, solution.refusals), *on_experts, clone.note),
         regions=regions_per_block(plan) if cut else None,
-        uncut="; ".join(map(str, solution.whole_sequence)) if blocks is not None and (context or not cut) else "",
+        uncut="; ".join(map(str, folded_reasons(solution))) if blocks is not None and (context or not cut) else "",
     )
     try:
         tested = replace(clone, feeds=runs) if runs else clone

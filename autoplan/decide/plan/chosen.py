@@ -40,7 +40,7 @@ from autoplan.values import (
     Trace,
 )
 from autoplan.values.quantised import PackedWeight
-from autoplan.values.reasons import DifferedOnRanks, InsideQuantisedBlock, MadeAnewInTraining
+from autoplan.values.reasons import DifferedOnRanks, InsideQuantisedBlock, MadeAnewInTraining, SumsInside
 
 # Quantised weights: a stored tensor is sharded like the weight that it stands for, in blocks. If a size would split a
 # block, the weight is replicated with all that shares its axis, and a finding lists the ways out with their bytes.
@@ -222,6 +222,7 @@ def solve_chosen(
     scoped: bool = True,
     whole: tuple[str, ...] = (),
     remade: tuple[str, ...] = (),
+    summed: tuple[str, ...] = (),
     experts: Experts = "inside",
     packed: tuple[PackedWeight, ...] = (),
     uneven: bool = False,
@@ -232,8 +233,9 @@ def solve_chosen(
     """Return the solution under a written plan, with notes on it. Raises if the plan asks for the impossible.
 
     `packed`: the quantised weights of the model, whose blocks stay together; `uneven`: some ranks may have one more of
-    them than others. `remade`: modules whose weights are computed differently in training. `context`: split only what
-    calls that mix positions keep independent. `both`: the split over ranks of context parallelism combined with these.
+    them than others. `remade`: modules whose weights are computed differently in training. `summed`: modules in which
+    a sum over ranks of cp stands, that cannot be one of own positions. `context`: split only what calls that mix
+    positions keep independent. `both`: the split over ranks of context parallelism combined with these.
     """
     how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts, "context": context}
     how["gathered"] = gathered
@@ -241,8 +243,8 @@ def solve_chosen(
     blocks = Demands(packed=packed_in_trace(packed, trace), uneven=uneven) if packed else NO_DEMANDS
     if both is not None:
         blocks = as_over_both(both).and_also(blocks)
-    if remade:
-        blocks = stay_whole(trace, remade, MadeAnewInTraining()).and_also(blocks)
+    for modules, why in ((remade, MadeAnewInTraining()), (summed, SumsInside())):
+        blocks = stay_whole(trace, modules, why).and_also(blocks) if modules else blocks
     if choices is None:
         return solve_experts(trace, tp, demands=tried.and_also(blocks), **how)
     # Raise if a user's own line shards what gave other numbers on ranks: replicating it is their decision

@@ -28,8 +28,9 @@ from autoplan.common.code.ways import is_settled
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.torch_internals import DisableTorchFunction, own_buffers, transient_buffers
+from autoplan.execute.vocabulary.own_positions import own_of
 from autoplan.execute.vocabulary.split_logits import SplitLogits
-from autoplan.values import Instruction
+from autoplan.values import Instruction, SequenceBoundary
 from autoplan.values.instructions.base import Spread
 
 PART, GRADIENT = "part", "gradient"
@@ -90,8 +91,8 @@ def looking_on() -> Marks | None:
     return this.marks
 
 
-def as_given(instruction: Instruction, result: Any) -> Any:
-    """Return a result, marked by its placement after an instruction."""
+def as_given(instruction: Instruction, result: Any, source: torch.Tensor | None = None) -> Any:
+    """Return a result, marked by its placement after an instruction. `source`: of what it has own positions."""
     marks = this.marks
     if marks is None:
         return result
@@ -99,7 +100,11 @@ def as_given(instruction: Instruction, result: Any) -> Any:
     if gives is Spread.REPLICATE and not getattr(instruction, "cuts", ()):
         marks.remove(result)
     elif gives is not Spread.ANY:
-        marks.add(result, GRADIENT if gives is Spread.PARTIAL_GRADIENT else PART)
+        whole, cuts = None, gives is Spread.SEQUENCE_SHARD is not instruction.takes
+        if source is not None and cuts and isinstance(instruction, SequenceBoundary):  # a rank keeps some positions
+            dim, own = instruction.dim % result.dim(), own_of(source)
+            whole = (*result.shape[:dim], source.shape[dim] if own is None else own.length, *result.shape[dim + 1 :])
+        marks.add(result, GRADIENT if gives is Spread.PARTIAL_GRADIENT else PART, whole)
     if getattr(instruction, "cuts", ()):
         marks.add(result)
     return result

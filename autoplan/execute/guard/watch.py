@@ -41,6 +41,7 @@ Differs = Callable[[], Callable[[Pair, Pair], None] | None]  # a weak reference:
 WholeShapes = Callable[[torch.Tensor], Shape | None]  # None: cannot be told
 
 _KEEP_SHAPES = {"clone", "contiguous", "detach", "double", "dropout", "float", "half", "log_softmax", "softmax"}
+_KEEP_SHAPES |= {"layer_norm", "rms_norm", "to", "type_as"}
 
 
 class PartSize(int):
@@ -106,6 +107,8 @@ def whole_shape(function: Any, args: Any, kwargs: Any, result: Any, shapes: Whol
     name = call_name(function)
     if name == "linear":
         joined = (*sizes[0][:-1], sizes[1][0])
+    elif kwargs.get("keepdim") and len(sizes) == 1 and result.dim() == len(sizes[0]):  # a mean of features
+        joined = tuple(1 if size == 1 else all_of for size, all_of in zip(result.shape, sizes[0], strict=True))
     elif name in _KEEP_SHAPES or literals_say(name) == "elementwise" or (literals_say(name) == "nothing"):
         try:
             joined = tuple(torch.broadcast_shapes(*sizes))

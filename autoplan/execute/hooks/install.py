@@ -241,7 +241,7 @@ def _at_boundary(planned: Boundary, at: At, outputs: Iterable[Path]) -> Around:
 
     def change(x: torch.Tensor) -> Any:
         result = done(x)
-        return result if torch.compiler.is_compiling() or looking_on() is None else as_given(planned, result)
+        return result if torch.compiler.is_compiling() or looking_on() is None else as_given(planned, result, x)
 
     if planned.side == "input" and len(path) == 1:
         return Around(enter=lambda args, kwargs: change_input(args, kwargs, names, path, change, where))

@@ -99,6 +99,7 @@ def test_forms_are_a_matter_of_price(wide: int, latent: int, cp: int, gathered: 
     assert at(plan, ReduceScatterSequence) == summed
     assert bool(at(plan, ExchangeToPieces)) != bool(gathered)
     assert bool(at(plan, ExchangeToPositions)) != bool(summed)
+    assert all(block.moved >= block.least > 0 for block in plan.communication)
     assert autoplan.verify(Decoder(lambda _: Mixer(wide, latent)), plan, inputs=INPUTS).ok
 
 

@@ -25,6 +25,7 @@ from autoplan.values import (
     CallOverPositions,
     ExchangeToPieces,
     Halo,
+    OwnPositions,
     ReduceScatterCall,
     RewriteCall,
     SequenceBoundary,
@@ -381,3 +382,23 @@ def test_a_block_may_sum_over_all_positions_in_its_own_code(over: dict[str, int]
     plan = autoplan.plan(streams.Stack(streams.SumsOfAll).double(), **over)
     assert plan.proof.ok and len(plan.runtime.of(CallOverPositions)) == 4, plan.findings
     assert not any("full sequence" in finding.message for finding in plan.findings), plan.findings
+
+
+def test_what_is_written_in_place_is_cut_behind_its_module() -> None:
+    model = Stack(streams.MergedByLikeness).double()
+    plan = autoplan.plan(model, cp_size=2, inputs={"input_ids": torch.arange(24).view(2, 12)})
+    assert {each.pattern for each in plan.runtime.of(OwnPositions) if each.side == "output"} == {"blocks.*.mixer"}
+    assert autoplan.verify(model, plan, inputs={"input_ids": torch.arange(26).view(2, 13)}).ok
+
+
+def test_code_that_would_take_another_branch_for_the_whole_length_is_refused() -> None:
+    model = Stack(streams.ScaledIfLong)
+    plan = autoplan.plan(model, cp_size=2, inputs={"input_ids": torch.arange(24).view(2, 12)})
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        autoplan.parallelize(copies[rank], mesh, plan)(torch.zeros(1, 22, dtype=torch.long))
+
+    with pytest.raises(RankError, match=r"streams\.py:\d+: .*compares 11 with 16; for the full value, 22 with 16"):
+        run_ranks(run, 2)

@@ -319,3 +319,334 @@ class SumsOfAll(nn.Module):
 
 
 case(call(IDS, _train=True), call(ODD), call(LONG), call(ids(1, 3)), **OVER_CP)(stacked(SumsOfAll))
+
+
+# Mixers of the literature, over two ranks and four, at lengths that these divide and at others.
+
+LENGTHS = (call(ids(2, 12)), call(ids(2, 13, seed=2), _train=True), call(ids(1, 40, seed=3)), call(ids(2, 22, seed=4)))
+WIDER = {"tp": (), "cp": 2, "also": "cp4"}
+
+
+class Mixing(nn.Module):
+    """A norm before what mixes, and an MLP behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mixer, self.mlp = nn.LayerNorm(16), self.kind(), Mlp()
+
+    def forward(self, x, *more):
+        return self.mlp(x + self.mixer(self.norm(x), *more))
+
+
+def around(cls):
+    return type(cls.__name__, (Mixing,), {"kind": cls, "__doc__": cls.__doc__})
+
+
+def mixer(*calls, **options):
+    def register(cls):
+        case(*(calls or LENGTHS), **WIDER, **options)(stacked(around(cls)))
+        return cls
+
+    return register
+
+
+class Heads(Attention):
+    def heads_of(self, x):
+        return [parted(net(x), self.heads) for net in (self.q, self.k, self.v)]
+
+    def attend(self, x, mask):
+        q, k, v = self.heads_of(x)
+        return self.o(joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+
+
+@mixer()
+class BlockMask(Heads):
+    """Blocks of five see each other and those before."""
+
+    def forward(self, x):
+        block = torch.arange(x.shape[1], device=x.device) // 5
+        return self.attend(x, block[:, None] >= block[None])
+
+
+@mixer()
+class ChunkedByView(Heads):
+    """As chunked linear attention is written with a view and a cumulative sum of states."""
+
+    def forward(self, x):
+        length = x.shape[1]
+        q, k, v = (t.unflatten(2, (-1, 8)) for t in self.heads_of(F.pad(x, (0, 0, 0, -length % 8))))
+        q, k = q.sigmoid(), k.sigmoid()
+        states = (k.mT @ v).cumsum(2)
+        before = torch.cat([torch.zeros_like(states[:, :, :1]), states[:, :, :-1]], 2)
+        return self.o(joined((q @ before + (q @ k.mT).tril() @ v).flatten(2, 3)[:, :, :length]))
+
+
+@mixer()
+class DilatedBothWays(nn.Module):
+    """A stack of centred convolutions, whose dilations grow."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv1d(16, 16, 3, dilation=2**n, padding=2**n, groups=4) for n in range(3))
+
+    def forward(self, x):
+        x = x.mT
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return x.mT
+
+
+@mixer()
+class RunningExtremes(nn.Module):
+    def forward(self, x):
+        return x.cummax(1).values - x.flip(1).cummin(1).values.flip(1) + x.logcumsumexp(1)
+
+
+@mixer()
+class ScansBothWays(nn.Module):
+    """Gated scans in time and against it, in log space."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates, self.values, self.out = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(64, 16)
+
+    def scanned(self, x):
+        gate = F.logsigmoid(self.gates(x)).cumsum(1)
+        return (gate.exp() * (self.values(x) * (-gate).exp()).cumsum(1)) * 0.01
+
+    def forward(self, x):
+        return self.out(torch.cat([self.scanned(x), self.scanned(x.flip(1)).flip(1)], -1))
+
+
+@mixer()
+class FilterOfFrequencies(nn.Module):
+    """A filter of eight frequencies is stretched to the length's."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(x, dim=1)
+        wanted = F.interpolate(self.filter[None], spectrum.shape[1], mode="linear")[0].T
+        return torch.fft.irfft(spectrum * wanted, n=x.shape[1], dim=1)
+
+
+@mixer()
+class DownAndUp(nn.Module):
+    """A convolution of stride two, and its transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = (
+            nn.Conv1d(16, 24, 4, stride=2, padding=1),
+            nn.ConvTranspose1d(24, 16, 4, stride=2, padding=1),
+        )
+
+    def forward(self, x):
+        made = self.up(F.gelu(self.down(F.pad(x.mT, (0, x.shape[1] % 2))))).mT
+        return made[:, : x.shape[1]]
+
+
+@mixer()
+class MergedByLikeness(nn.Module):
+    """Each odd position is merged into the even one most like it (ToMe), all of them; then all are spread again."""
+
+    def __init__(self):
+        super().__init__()
+        self.work = nn.Linear(16, 16)
+
+    def forward(self, x):
+        even, odd = x[:, ::2], x[:, 1::2]
+        best = (odd @ even.mT).argmax(-1, keepdim=True).expand(-1, -1, 16)
+        merged = self.work(even.scatter_reduce(1, best, odd, "mean"))
+        out = torch.zeros_like(x)
+        out[:, ::2], out[:, 1::2] = merged, merged.gather(1, best)
+        return out
+
+
+@mixer()
+class DepthsMixed(nn.Module):
+    """Only the half of the positions that a router scores highest is worked on (mixture of depths)."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.mix = nn.Linear(16, 1), Heads()
+
+    def forward(self, x):
+        scores = self.router(x).squeeze(-1) + torch.arange(x.shape[1]) * 1e-3  # no two are equal
+        weight, chosen = scores.topk(x.shape[1] // 2, dim=1)
+        chosen, order = chosen.sort(1)
+        index = chosen[..., None].expand(-1, -1, 16)
+        made = self.mix.attend(x.gather(1, index), None) * weight.gather(1, order).sigmoid()[..., None]
+        return torch.zeros_like(x).scatter_add(1, index, made)
+
+
+@mixer()
+class BucketsOfDistance(Heads):
+    """A learned bias of buckets of distances, reckoned from the end of the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Embedding(9, 4)
+
+    def forward(self, x):
+        place = torch.arange(x.shape[1] - 1, -1, -1)
+        bucket = (place[None] - place[:, None]).clamp(-4, 4) + 4
+        return self.attend(x, self.bias(bucket).permute(2, 0, 1))
+
+
+@mixer()
+class DilatedWindow(Heads):
+    """Each query sees the keys 0, 2, 4 and 6 positions before it, taken by unfolding."""
+
+    def forward(self, x):
+        q, k, v = self.heads_of(x)
+        k, v = (F.pad(t, (0, 0, 6, 0)).unfold(2, 7, 1)[..., ::2] for t in (k, v))
+        weights = torch.einsum("bhtd,bhtdw->bhtw", q, k).softmax(-1)
+        return self.o(joined(torch.einsum("bhtw,bhtdw->bhtd", weights, v)))
+
+
+@mixer()
+class MemoryOfSegments(Heads):
+    """Segments of eight one after the other, each with what the one before left (recurrent memory)."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(2, 16))
+
+    def forward(self, x):
+        memory, out = self.memory.expand(x.shape[0], -1, -1), []
+        for segment in x.split(8, 1):
+            made = self.attend(torch.cat([memory, segment], 1), None)
+            memory = made[:, :2]
+            out.append(made[:, 2:])
+        return torch.cat(out, 1)
+
+
+@mixer()
+class Rolled(nn.Module):
+    """Features of the position before and of the one after, in a circle."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(48, 16)
+
+    def forward(self, x):
+        return self.out(torch.cat([x, x.roll(1, 1), x.roll(-1, 1)], -1))
+
+
+@mixer(LENGTHS[0], call(ids(2, 12, seed=2), _train=True), call(ids(2, 13, seed=3), _train=True), allowed=HOSTILE)
+class DroppedInTraining(Heads):
+    """In training every third position is left out of the block."""
+
+    def forward(self, x):
+        if not self.training:
+            return self.attend(x, None)
+        kept = torch.arange(x.shape[1]) % 3 != 0
+        out = torch.zeros_like(x)
+        out[:, kept] = self.attend(x[:, kept], None)
+        return out
+
+
+@mixer(call(ids(2, 12)), call(ids(2, 22, seed=4)), allowed=HOSTILE)
+class ScaledIfLong(nn.Module):
+    """Nothing mixes positions, and the code asks how many there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.net(x) * (2 if x.shape[1] > 16 else 1)
+
+
+class Decoder(Stack):
+    def __init__(self, block=None):
+        super().__init__(block or around(BlockMask))
+
+    def run(self, x, *more):
+        for block in self.blocks:
+            x = block(x, *more)
+        return self.head(self.norm(x))
+
+
+class OverMemory(Heads):
+    def forward(self, x, memory):
+        q = parted(self.q(x), 4)
+        k, v = (parted(net(memory), 4) for net in (self.k, self.v))
+        return self.o(joined(F.scaled_dot_product_attention(q, k, v)))
+
+
+class SelfThenCross(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own, self.cross = around(BlockMask)(), around(OverMemory)()
+
+    def forward(self, x, memory):
+        return self.cross(self.own(x), memory)
+
+
+@case(call(ids(2, 12), floats(2, 7, 16)), call(ids(2, 13, seed=1), floats(2, 12, 16, seed=2), _train=True), **WIDER)
+class SecondSequence(Decoder):
+    def __init__(self):
+        super().__init__(SelfThenCross)
+        self.enter = nn.Linear(16, 16)
+
+    def forward(self, input_ids, memory):
+        return self.run(self.table(input_ids), self.enter(memory))
+
+
+@case(*LENGTHS, **WIDER)
+class Registers(Decoder):
+    """Registers stand in front of the stream in all blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.registers = nn.Parameter(torch.randn(3, 16))
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        x = torch.cat([self.registers.expand(x.shape[0], -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x[:, 3:]))
+
+
+@case(
+    call(ids(2, 12), ids(2, 12, seed=9), _train=True), call(ids(2, 13), ids(2, 13, seed=8)), call(ids(2, 12)), **WIDER
+)
+class SmoothedLossWithMore(Decoder):
+    """Label smoothing, a z-loss, and the balance of a router that all blocks keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+
+    def forward(self, input_ids, labels=None):
+        x, shares = self.table(input_ids), []
+        for block in self.blocks:
+            x = block(x)
+            shares.append(self.router(x).softmax(-1))
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
+        loss = loss + 1e-2 * logits[:, :-1].logsumexp(-1).square().mean()
+        for share in shares:
+            top = F.one_hot(share.argmax(-1), 4).to(share.dtype)
+            loss = loss + 0.1 * 4 * (share.mean((0, 1)) * top.mean((0, 1))).sum()
+        return loss
+
+
+@case(call(ids(2, 12)), call(ids(2, 13, seed=1), _train=True), **WIDER)
+class MeanOfReal(Decoder):
+    """A mean over positions that are no padding, and the hidden states of all blocks."""
+
+    def forward(self, input_ids):
+        x, kept = self.table(input_ids), []
+        real = (input_ids % 4 != 0)[..., None]
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return (x * real).sum(1) / real.sum(1), torch.stack(kept)
