@@ -22,9 +22,6 @@ KNOWN: dict[str, str] = {
     "functionals/TransformsOfCalls@tp4": "as at tp 2",
     "namings/OwnKindOfParameter@tp2": "a sound model is refused: copies of parameters lose their class",
     "namings/OwnKindOfParameter@tp4": "as at tp 2",
-    "penalties/BalancedByGradients@tp2": "a sound model is refused: a weight that is read twice in a call is two "
-    "tensors, and has no gradient as the second",
-    "penalties/BalancedByGradients@tp4": "as at tp 2",
     "penalties/JacobianOfHidden@tp2": "a sound model is refused: inputs are looked for without gradients, where it "
     "does not run",
     "penalties/JacobianOfHidden@tp4": "as at tp 2",

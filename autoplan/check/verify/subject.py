@@ -259,9 +259,10 @@ def _placed(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Put back parameters, buffers, attributes of modules and what is in their containers."""
+    """Put back parameters, buffers, attributes of modules and parameters, and what is in their containers."""
     same: dict[int, Any] = {id(one): one for one in (*model.modules(), *_tensors(model))}
-    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(module), same) for module in model.modules())]
+    owners = (*model.modules(), *model.parameters())
+    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(owner), same) for owner in owners)]
     try:
         yield
     finally:
