@@ -362,12 +362,13 @@ def _flat(items: list[Any]) -> list[Any]:
 
 
 def kept_in(model: nn.Module) -> dict[tuple[str, ...], Any]:
-    """Return copies of buffers, tensors in plain attributes of modules by identity, and plain values in attributes."""
+    """Return copies of buffers, tensors in plain attributes of modules and parameters by identity, and plain values in
+    such attributes."""
     kept: dict[tuple[str, ...], Any] = {
         (name,): buffer.detach().clone() for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)
     }
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
+    for name, owner in (*model.named_modules(), *model.named_parameters()):
+        for key, value in vars(owner).items():
             if key in _OF_TORCH:
                 continue
             if isinstance(value, bool | int | float | str):
