@@ -254,6 +254,23 @@ class QuantStateOnWeight(nn.Module):
         return F.linear(self.a(x), self.w.reshape(self.w.state["shape"]) * self.w.state["scale"])
 
 
+@case(call(X))
+class MaskByWeight(nn.Module):
+    """Masks of the first call are kept in a dict by the weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.masks = Mlp(), Mlp(), {}
+
+    def forward(self, x):
+        for m in (self.a, self.b):
+            w = m.up.weight
+            if w not in self.masks:
+                self.masks[w] = (w.detach().abs() > 0.1).to(w.dtype)
+            x = x + m.down(F.gelu(F.linear(x, w * self.masks[w], m.up.bias)))
+        return x
+
+
 @case(call(ids(2, 6, below=30)), tp=(2, 4))
 class OwnKindOfParameter(nn.Module):
     """A class of parameters with a method of its own, which the forward calls."""
