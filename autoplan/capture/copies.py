@@ -27,6 +27,7 @@ from autoplan.capture.outside import remember_original
 from autoplan.common.code.code_place import outer_stores
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.torch_internals import own_parameters
 
 Model = TypeVar("Model", bound=nn.Module)
 _CACHED = type(functools.lru_cache(len))
@@ -90,8 +91,12 @@ def _is_forwarder(value: Any) -> bool:
 
 
 def copy_slots(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy the `__slots__` of modules, which a deepcopy with this memo left out: torch copies `__dict__` only."""
+    """Copy what a deepcopy with this memo left out: the `__slots__` of modules, and attributes of parameters."""
     for module in model.modules():
+        for parameter in own_parameters(module).values():
+            copied_one = memo.get(id(parameter), parameter)
+            if copied_one is not parameter and (set_on_it := vars(parameter).keys() - vars(copied_one).keys()):
+                vars(copied_one).update(copy.deepcopy({name: vars(parameter)[name] for name in set_on_it}, memo))
         twin = memo.get(id(module), module)
         for name in _slots(type(module)):
             if twin is not module and hasattr(module, name) and not hasattr(twin, name):

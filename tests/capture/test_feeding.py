@@ -413,6 +413,7 @@ def test_the_file_is_read_in_its_order() -> None:
     assert names.usual("quux") == ()
     assert names.has_edges(["x", "senders"]) and not names.has_edges(["x", 1])
     assert names.loss_switches.search("return_loss") and not names.loss_switches.search("loss_kind")
+    assert names.loss_switches.search("y") and not names.loss_switches.search("y_scale")
     assert names.states.search("h_0") and not names.states.search("hat")
 
 

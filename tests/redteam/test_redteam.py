@@ -25,6 +25,7 @@ SPOILT = {
     "algebra": "HeadsInBatch",
     "aliasing": "ReluInPlace",
     "arguments": "HeadsGiven",
+    "asked": "RatioOfGradients",
     "attention": "Linear",
     "backwards": "ClampedGradient",
     "beside": "FarFromStart",

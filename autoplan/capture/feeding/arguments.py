@@ -77,8 +77,10 @@ class Arguments:
         optional = [p for p in (*named, *stars) if p not in required and (p in stars or is_nothing(p.default))]
         if not required and optional:
             required, optional = optional[:1], optional[1:]
-        losses = [p for p in optional if any(word in p.name.lower() for word in conventions().target_words)]
-        losses += [p for p in named if p.default is False and usual_names().loss_switches.search(p.name)]
+        told = [p for p in named if usual_names().loss_switches.search(p.name)]
+        words = conventions().target_words
+        losses = [p for p in optional if p in told or any(word in p.name.lower() for word in words)]
+        losses += [p for p in told if p.default is False]
         text = f"{name}.forward{signature}"
         return Arguments(model, tuple(required), tuple(optional), text, rest is not None, tuple(losses))
 

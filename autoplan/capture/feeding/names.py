@@ -35,8 +35,8 @@ _SHAPE = {
 @dataclass(frozen=True)
 class UsualNames:
     """`arguments`: words, and what such arguments usually are. `edges`: words for edges of graphs. `states`: for
-    initial states of recurrent layers. `offsets`: for numbers that count from zero. `loss_switches`: for switches that
-    make a forward compute its loss."""
+    initial states of recurrent layers. `offsets`: for numbers that count from zero. `loss_switches`: for switches, and
+    short names of targets, that make a forward compute its loss."""
 
     arguments: tuple[tuple[re.Pattern[str], tuple[Want, ...]], ...]
     edges: tuple[re.Pattern[str], ...]

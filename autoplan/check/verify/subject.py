@@ -259,9 +259,10 @@ def _placed(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Put back parameters, buffers, attributes of modules and what is in their containers."""
+    """Put back parameters, buffers, attributes of modules and parameters, and what is in their containers."""
     same: dict[int, Any] = {id(one): one for one in (*model.modules(), *_tensors(model))}
-    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(module), same) for module in model.modules())]
+    owners = (*model.modules(), *model.parameters())
+    undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(owner), same) for owner in owners)]
     try:
         yield
     finally:
@@ -361,12 +362,13 @@ def _flat(items: list[Any]) -> list[Any]:
 
 
 def kept_in(model: nn.Module) -> dict[tuple[str, ...], Any]:
-    """Return copies of buffers, tensors in plain attributes of modules by identity, and plain values in attributes."""
+    """Return copies of buffers, tensors in plain attributes of modules and parameters by identity, and plain values in
+    such attributes."""
     kept: dict[tuple[str, ...], Any] = {
         (name,): buffer.detach().clone() for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)
     }
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
+    for name, owner in (*model.named_modules(), *model.named_parameters()):
+        for key, value in vars(owner).items():
             if key in _OF_TORCH:
                 continue
             if isinstance(value, bool | int | float | str):

@@ -214,7 +214,8 @@ class _Calls:
             stack.enter_context(_unconverted(self.module))
             if reading is not None:
                 stack.callback(setattr, reading, "inside", reading.inside)
-                reading.inside = True
+                stack.callback(setattr, reading, "views", reading.views)
+                reading.inside, reading.views = True, {}
             for record, summed in zip(self.records, self.summed, strict=True):
                 stack.callback(setattr, record, "summed", record.summed)
                 record.summed = summed

@@ -137,7 +137,12 @@ _VALUES_READ = frozenset(
         *("_unique2", "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"),
     }
 )
-_SET_DATA = torch.Tensor.data.__set__
+# What does not reach a parameter, of which a forward has a view; and what to do instead.
+_LOST = {
+    torch.Tensor.data.__set__: ("sets .data of", "change it in place, under torch.no_grad(): weight.copy_(x)"),
+    torch.Tensor.grad.__get__: ("reads .grad of", "read it outside of the forward"),
+    torch.Tensor.register_hook: ("sets a hook on", "set it outside of the forward, once the model is sharded"),
+}
 _COUNTS = ("nelement", "numel")
 _SIZES = frozenset({"__get__", "size", *_COUNTS})
 HOOKS = (
@@ -321,11 +326,10 @@ class Watch(Tracer):
         name = getattr(function, "__name__", "")
         self.reads_values |= name in _VALUES_READ or (function is torch.Tensor.__getitem__ and _by_mask(args[1]))
         with DisableTorchFunction():
-            if function == _SET_DATA and args[0] in self.marks.weights and (caller := self.caller(sys._getframe(2))):
+            lost = _LOST.get(function)
+            if lost and args[0] in self.marks.weights and (caller := self.caller(sys._getframe(2))):
                 line = source_line(caller.facts.code, caller.frame.f_lasti)
-                self.exits[f"{line}: sets .data of a weight in a forward, which is lost"] = (
-                    "change it in place, under torch.no_grad(): weight.copy_(x)"
-                )
+                self.exits[f"{line}: {lost[0]} a weight in a forward, which has only a view of it"] = lost[1]
             kind = self.marks.kind_in((args, kwargs))
             if not kind:
                 return result

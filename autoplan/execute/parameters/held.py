@@ -31,6 +31,7 @@ from autoplan.execute.collectives import RankGroup, take_rows, whole_order
 FREE = "_autoplan_free"  # an attribute of a model that FSDP2 shards: a function that frees what is gathered
 _ATTRIBUTE = "_autoplan"
 _MARK = "_autoplan_held"
+_OF_TORCH_AND_OURS = (_MARK, "_is_param")
 _WRAPPERS = frozenset(("_checkpoint_wrapped_module", "_orig_mod"))  # not part of a checkpoint's names
 
 
@@ -168,14 +169,29 @@ class Reading:
     """The reading state of one model: whether its code is running (`inside`), so that parameters read as local tensors.
     `guard`: is notified of each outermost call of a module (a `PathGuard`). `new_forward`: whether a library replaced
     the forward of the called module. `summed`: records of modules that read parameters whose gradients are summed
-    together at the end. `gathered`: what FSDP2 left gathered after a forward, with its parameters (lost.py)."""
+    together at the end. `views`: what the call that runs has read of parameters, by the id of the local tensor and the
+    grad mode: both tensors, how it is held, and what was read. `gathered`: what FSDP2 left gathered after a forward,
+    with its parameters (lost.py)."""
 
     inside: bool = False
     guard: Any = None
     new_forward: bool = False
     summing: bool = False  # whether any gradients are summed so
     summed: list[ModuleRecord] = field(default_factory=list)
+    views: dict[tuple[int, bool], tuple[Any, torch.Tensor, Held | None, Any]] = field(default_factory=dict)
     gathered: Any = None
+
+    def forget_views(self) -> None:
+        """Forget what the call that ends has read. Parameters get the attributes that its code has set on them."""
+        for _, parameter, _, view in self.views.values():
+            if view is not parameter and vars(view):
+                vars(parameter).update(attributes_of(view))
+        self.views.clear()
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Return what others have set on a parameter (`weight.multiplier = 0.5`), or on a view of it."""
+    return {name: value for name, value in vars(parameter).items() if name not in _OF_TORCH_AND_OURS}
 
 
 @dataclass

@@ -29,10 +29,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.torch_internals import DisableTorchFunction, function_mode_is_active, own_modules, own_parameters
+from autoplan.common.torch_internals import (
+    DisableTorchFunction,
+    function_mode_is_active,
+    local_part,
+    own_modules,
+    own_parameters,
+    transforms_are_active,
+)
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.hooks.unseen import SHAPE_ERRORS, refuse_transforms, unseen_path
-from autoplan.execute.parameters.held import is_local_of, record_of
+from autoplan.execute.parameters.held import ModuleRecord, attributes_of, is_local_of, record_of
 from autoplan.execute.parameters.views import local_view, sum_together, whole_view
 from autoplan.patches.classes import reduced, subclass_of
 
@@ -50,6 +57,8 @@ def reading_locally(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         record.reading.inside = before
+        if not before:
+            record.reading.forget_views()
 
 
 @cache
@@ -107,6 +116,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             raise named from error
         finally:
             reading.inside = False
+            reading.forget_views()
             while reading.summed:
                 reading.summed.pop().summed.clear()
             if guard is not None:
@@ -186,6 +196,25 @@ def stored_tensor(module: nn.Module, name: str) -> Any:
     return local_view(parameter, record.parameters.get(name), record.summed.get(name))
 
 
+def _one_view(name: str, parameter: Any, record: ModuleRecord) -> Any:
+    """Return what a call reads of a parameter: the same tensor each time, of tied ones too, with the parameter's
+    attributes. A gradient may be asked for by it after a layer has used it (`torch.autograd.grad(loss, weight)`)."""
+    held, reading = record.parameters.get(name), record.reading
+    if not isinstance(parameter, DTensor) or torch.compiler.is_compiling() or transforms_are_active():
+        return local_view(parameter, held, record.summed.get(name))
+    local, key = local_part(parameter), (id(local_part(parameter)), torch.is_grad_enabled())
+    alone = not (held is not None and (held.read is not None or held.divide)) and not torch.is_inference_mode_enabled()
+    kept = reading.views.get(key) if alone else None
+    if kept is not None and (kept[2] is held or kept[2] == held) and kept[3].requires_grad is parameter.requires_grad:
+        return kept[3]
+    view = local_view(parameter, held, record.summed.get(name))
+    if view is not parameter and view is not None:
+        vars(view).update(attributes_of(parameter))
+    if alone:
+        reading.views[key] = local, parameter, held, view
+    return view
+
+
 def _parameter_property(name: str, computed: Any = None) -> property:
     """Return the property for a parameter. `computed`: a class's own property, which computes its weight from the
     stored one."""
@@ -215,9 +244,9 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if record.reading.new_forward and not torch.compiler.is_compiling() and _is_read_by_a_new_forward(self):
             return whole_view(parameters[name], held)
         if not function_mode_is_active():
-            return local_view(parameters[name], held, record.summed.get(name))
+            return _one_view(name, parameters[name], record)
         with DisableTorchFunction():  # a scoped function mode must not count these calls
-            local = local_view(parameters[name], held, record.summed.get(name))
+            local = _one_view(name, parameters[name], record)
         if held is not None and local is not None and not torch.compiler.is_compiling():
             if (marks := looking_on()) is not None and local is not parameters[name]:
                 marks.weights[local] = name

@@ -190,6 +190,17 @@ def test_a_part_that_is_bound_to_an_outer_variable_is_refused() -> None:
     refused(Rebinding, lambda model: model(X), "stores a rank's shard of a value in 'latest'")
 
 
+class Hooking(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.up.weight.requires_grad:
+            self.up.weight.register_hook(lambda gradient: gradient)
+        return super().forward(x)
+
+
+def test_a_hook_that_a_forward_sets_on_a_weight_is_refused() -> None:
+    refused(Hooking, lambda net: net(X), "register_hook.*sets a hook on a weight in a forward")
+
+
 def test_kept_whole_values_and_names_of_parts_can_be_read() -> None:
     def run(model: nn.Module) -> Any:
         model(X)

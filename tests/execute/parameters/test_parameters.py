@@ -27,6 +27,7 @@ from autoplan.execute.collectives import (
     whole_order,
 )
 from autoplan.execute.parameters.buffers import full_tensors
+from autoplan.execute.parameters.held import record_of
 from autoplan.execute.parameters.local_views import reading_locally
 from autoplan.execute.parameters.shard import prepare_parameters
 
@@ -132,6 +133,42 @@ def test_code_sees_local_tensors_and_everyone_else_dtensors() -> None:
         assert model.norm.weight.placements == (Replicate(),) and model.down.weight.placements == (Shard(1),)
 
     run_ranks(rank_body, 2)
+
+
+def test_a_call_reads_one_tensor_of_a_parameter() -> None:
+    """A gradient may be asked for by it after a layer has used it. It is another one if it was frozen in between."""
+
+    def rank_body(rank: int) -> Any:
+        model, seen = sharded("mlp", 2), []
+
+        def after(layer: Any, args: Any, output: Any) -> None:
+            (gradient,) = torch.autograd.grad(output.sum(), layer.weight, retain_graph=True)
+            model.up.requires_grad_(False)
+            seen.append((gradient.shape == layer.weight.shape, layer.weight.requires_grad))
+            model.up.requires_grad_(True)
+
+        model.up.register_forward_hook(after)
+        model(inputs("mlp"))
+        record = record_of(model.up)
+        return seen, record is not None and not record.reading.views
+
+    assert run_ranks(rank_body, 2) == [([(True, False)], True)] * 2
+
+
+def test_attributes_of_parameters_are_read_and_set_in_a_call() -> None:
+    def rank_body(rank: int) -> Any:
+        model = sharded("mlp", 2)
+        model.up.weight.factor = 2
+
+        def after(layer: Any, args: Any, output: Any) -> None:
+            layer.weight.seen = layer.weight.factor + 1
+
+        model.up.register_forward_hook(after)
+        with torch.set_grad_enabled(rank == 0):
+            model(inputs("mlp"))
+        return model.up.weight.seen
+
+    assert run_ranks(rank_body, 2) == [3, 3]
 
 
 def test_an_exception_in_forward_leaves_dtensors_outside() -> None:

@@ -201,6 +201,76 @@ class MarkedWeights(Mlp):
         self.up.bias.no_decay = self.down.bias.no_decay = True
 
 
+@case(call(X), tp=(2, 4))
+class FactorOnWeight(Mlp):
+    """muP: a multiplier lies on the weight as an attribute, and the forward reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up.weight.multiplier, self.down.weight.multiplier = 0.5, 2.0
+
+    def forward(self, x):
+        h = F.gelu(F.linear(x, self.up.weight) * self.up.weight.multiplier)
+        return x + F.linear(h, self.down.weight) * self.down.weight.multiplier
+
+
+@case(call(X), call(X), tp=(2, 4))
+class ScaledOnceByMark(Mlp):
+    """A weight is scaled at the first call, and marked so that it is not scaled again."""
+
+    def forward(self, x):
+        if not getattr(self.up.weight, "scaled", False):
+            with torch.no_grad():
+                self.up.weight.mul_(0.5)
+            self.up.weight.scaled = True
+        return super().forward(x)
+
+
+@case(call(X), call(X), tp=(2, 4))
+class AverageOnWeight(nn.Module):
+    """The running norm of a weight lies on the weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.out = Mlp(), nn.Linear(16, 16)
+
+    def forward(self, x):
+        w = self.out.weight
+        now = w.detach().pow(2).mean()
+        w.average = 0.9 * getattr(w, "average", now) + 0.1 * now
+        return self.out(self.a(x)) / w.average.sqrt()
+
+
+@case(call(X), tp=(2, 4))
+class QuantStateOnWeight(nn.Module):
+    """Codes as a weight that takes no gradient, with scales on it as an attribute (bitsandbytes)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.w = Mlp(), nn.Parameter(torch.randn(16, 16).sign(), requires_grad=False)
+        self.w.state = {"scale": 0.3, "shape": (16, 16)}
+
+    def forward(self, x):
+        return F.linear(self.a(x), self.w.reshape(self.w.state["shape"]) * self.w.state["scale"])
+
+
+@case(call(X))
+class MaskByWeight(nn.Module):
+    """Masks of the first call are kept in a dict by the weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.masks = Mlp(), Mlp(), {}
+
+    def forward(self, x):
+        for m in (self.a, self.b):
+            w = m.up.weight
+            if w not in self.masks:
+                self.masks[w] = (w.detach().abs() > 0.1).to(w.dtype)
+            x = x + m.down(F.gelu(F.linear(x, w * self.masks[w], m.up.bias)))
+        return x
+
+
 @case(call(ids(2, 6, below=30)), tp=(2, 4))
 class OwnKindOfParameter(nn.Module):
     """A class of parameters with a method of its own, which the forward calls."""
