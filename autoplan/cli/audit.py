@@ -112,7 +112,7 @@ def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remo
         fixed = plan_as_written(plan, source.module(), source.name)
     write_fixed(fixed, output, f"{plan} for {model}")
     same = report.fixed is None
-    note(f"nothing to correct: {output} is unchanged" if same else f"the corrected plan is in {output}")
+    note(f"nothing to correct: {output} is the plan as it was" if same else f"the corrected plan is in {output}")
 
 
 def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bool) -> RenderableType | None:

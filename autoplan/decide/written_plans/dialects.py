@@ -125,7 +125,7 @@ def read_style(pattern: str, style: Any, name: str, *, by_position: bool) -> tup
         return ()
     choices = style.choices if "PlannedModule" in classes else [(pattern, _style_of(style, pattern, name))]
     layouts = [
-        f"{side}={layout[0] if isinstance(layout, tuple) and layout else layout}"
+        f"{side}={(layout[0] if isinstance(layout, tuple) and layout else layout)!r}"
         for side in ("input_layouts", "output_layouts")
         if (layout := getattr(style, side, None)) is not None
     ]
