@@ -264,7 +264,7 @@ def _unit(naming: Naming | None, layout: Layout) -> str:
     with several heads is a group."""
     if naming is None or naming.unit != "head":
         return "unit" if naming is None else naming.unit
-    if _is_minor(layout):
+    if _is_minor(layout, naming):
         return _OF_HEADS
     units = _first_sharded(layout).size * _times(layout, naming)
     return "group" if max(naming.sizes.get("by_head", 0), _query_heads(naming, units)) > units else "head"
@@ -275,17 +275,19 @@ def _unit_of_gates(layout: Layout) -> str:
     return "hidden unit" if layout.kind == "product" else "row"
 
 
-def _is_minor(layout: Layout) -> bool:
-    """Return whether the only sharded factor is the last of a product, in all segments."""
+def _is_minor(layout: Layout, naming: Naming) -> bool:
+    """Return whether the only sharded factor is the last of a product, in all segments, which are not heads."""
     if layout.kind == "concatenation":
-        return all(_is_minor(part) for part in layout.parts if part.is_split)
+        return all(_is_minor(part, naming) for part in layout.parts if part.is_split)
+    if layout.size == naming.sizes.get("by_head"):
+        return False
     last = layout.parts[-1] if layout.kind == "product" else layout
     return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
 
 
 def _times(layout: Layout, naming: Naming | None) -> int:
     """Return in how many groups the sharded heads are, where a rank has some heads of each group."""
-    if naming is None or naming.unit != "head" or _is_minor(layout):
+    if naming is None or naming.unit != "head" or _is_minor(layout, naming):
         return 1
     if layout.kind == "concatenation":
         return next((_times(part, naming) for part in layout.parts if part.is_split), 1)

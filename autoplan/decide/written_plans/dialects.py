@@ -72,6 +72,8 @@ def _value_at(path: str) -> Any:
                 raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
             value, name = getattr(value, part), f"{name}.{part}"
         return value
+    if parts[-1] in ("json", "yaml", "yml"):
+        raise WrittenPlanError(f"there is no file {path}", hint="`autoplan plan MODEL --tp N -o FILE` writes one")
     raise WrittenPlanError(
         f"{path}: no module named {parts[0]!r}", hint="check the spelling, and that its folder is on PYTHONPATH"
     )
