@@ -213,10 +213,11 @@ def layers(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fal
     """The repeated blocks of a model: what FSDP2 gathers together and activation checkpointing takes."""
     import autoplan
     from autoplan.emit.tables.terminal import layers_view
-    from autoplan.hf.source import resolve
     from autoplan.values.plain import plain
 
     with progress(f"looking for the blocks of {model}"):
+        from autoplan.hf.source import resolve  # loads torch and transformers, which takes seconds
+
         source = resolve(model, trust_remote_code=trust_remote_code)
         stacks = autoplan.layers(source.module())
     emit(layers_view(stacks, source.name), plain(stacks), as_json, output)

@@ -63,13 +63,14 @@ def audit(
         raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
     from rich.console import Group
 
-    from autoplan.check.audit import audit as run
     from autoplan.emit.tables.audit_report import audit_view, markdown
 
     if fix and output is None:
         raise AutoplanError("--fix writes the corrected plan to a file", hint="give -o FILE")
 
     with progress(f"auditing {plan} for {model} at tp {tp}"):
+        from autoplan.check.audit import audit as run  # loads torch and transformers, which takes seconds
+
         report = run(model, plan, tp, layers=layers, tokens=tokens, dtype=dtype, trust_remote_code=trust_remote_code)
     write_report(report, page)
     if fix:
@@ -87,11 +88,12 @@ def audit(
 
 
 def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output: Path | None) -> Report:
-    from autoplan.check.audit.claims import audit_claims
     from autoplan.emit.tables.audit_report import claims_view
-    from autoplan.hf.source import resolve
 
     with progress(f"verifying the claims of {model}"):
+        from autoplan.check.audit.claims import audit_claims
+        from autoplan.hf.source import resolve
+
         report = audit_claims(resolve(model, trust_remote_code=trust_remote_code), tp)
     emit(claims_view(report), report.to_dict(), as_json, output)
     return report
@@ -112,7 +114,7 @@ def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remo
         fixed = plan_as_written(plan, source.module(), source.name)
     write_fixed(fixed, output, f"{plan} for {model}")
     same = report.fixed is None
-    note(f"nothing to correct: {output} is unchanged" if same else f"the corrected plan is in {output}")
+    note(f"nothing to correct: {output} is the plan as it was" if same else f"the corrected plan is in {output}")
 
 
 def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bool) -> RenderableType | None:
@@ -155,11 +157,12 @@ def compare(
     output: Output = None,
 ) -> None:
     """Two plans for one model, weight by weight. The exit code is 1 when they differ, or one is wrong."""
-    from autoplan.check.audit.auditor import compare_plans
     from autoplan.emit.tables.terminal import report_view
-    from autoplan.hf.source import resolve
 
     with progress(f"comparing {a} and {b} for {model} at tp {tp}"):
+        from autoplan.check.audit.auditor import compare_plans
+        from autoplan.hf.source import resolve
+
         report = compare_plans(resolve(model, trust_remote_code=trust_remote_code), a, b, tp)
     write_report(report, page)
     emit(report_view(report, model), report.to_dict(), as_json, output)

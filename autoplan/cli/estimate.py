@@ -229,11 +229,12 @@ def dryrun(
 ) -> None:
     """Run one step of the sharded model at its real size as one rank would, on shapes alone; list every message."""
     from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
-    from autoplan.forecast.dry_run import dry_run
 
     mesh = on_mesh(mesh, cp, tp)
     options: dict[str, Any] = {"activation_checkpointing": again} if (again := checkpointing_of(checkpointing)) else {}
     with progress(f"running {model} on {mesh} without storage"):
+        from autoplan.forecast.dry_run import dry_run  # loads torch and transformers, which takes seconds
+
         ran = dry_run(model, mesh=mesh, rank=rank, batch=batch, sequence=sequence, ep_size=ep,
                       sequence_parallel=sequence_parallel, trust_remote_code=trust_remote_code, **options)  # fmt: skip
     emit(dry_run_view(ran), dry_run_to_dict(ran), as_json, output)
@@ -248,8 +249,9 @@ def calibrate(
     """Measure the machine at hand (under torchrun its links too), and write a device file for --gpu."""
     import os
 
-    import torch
-    import torch.distributed as dist
+    with progress("loading torch"):
+        import torch
+        import torch.distributed as dist
 
     from autoplan.forecast.devices import device_text, load_device, measure
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.analyse.picture.flow import Dim, Flow, Node, node_of
 from autoplan.analyse.solve import Solution
+from autoplan.common.layout import Layout
 from autoplan.common.patterns import grouped
 from autoplan.decide.match import Matching
 from autoplan.decide.rulebook.read import Rule
@@ -62,9 +63,12 @@ def readings(flow: Flow, facts: tuple[ParameterFact, ...]) -> dict[str, list[Rea
     return by_parameter
 
 
-def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Flow) -> dict[str, Naming]:
+def name_parameters(
+    matching: Matching, read: dict[str, list[Reading]], flow: Flow, facts: tuple[ParameterFact, ...]
+) -> dict[str, Naming]:
     """Return roles by the name under which a module owns a parameter. Of two claims by one rule the first counts."""
     by_box = grouped((reading.box, reading.name) for several in read.values() for reading in several)
+    rows = {name: Layout.parse(fact.layout).size for fact in facts if fact.layout for name in fact.names}
     named: dict[str, Naming] = {}
     for match in matching.found:
         sizes = {
@@ -73,6 +77,7 @@ def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Fl
             for field_name, dim in node_of(flow, box).dims
             if dim.layout is not None
         }
+        sizes |= {binding: rows[name] for binding, box in match.boxes for name in by_box.get(box, ()) if name in rows}
         allowed = dict(match.rule.yields)
         for binding, box in match.claims:
             for name in by_box.get(box, ()):

@@ -29,6 +29,8 @@ from autoplan.common.files.rule_files import importable_here
 from autoplan.hf.configs import check_config
 from autoplan.hf.type_rules import open_fields
 
+_CLOSE = 0.75  # of 600 model types there is always one that is a little like a mistyped name
+
 
 @dataclass(frozen=True)
 class Found:
@@ -59,7 +61,7 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
         if model_type not in CONFIG_MAPPING and "AutoConfig" not in (data.get("auto_map") or {}):
             if model_type is None:
                 raise SourceError(f"{path} names no model_type", hint="fetch the file again, or pass the model itself")
-            near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), 3)
+            near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), 3, _CLOSE)
             raise SourceError(
                 f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",
                 hint=f"did you mean {', '.join(near)}?" if near else "update transformers, or pass the model itself",
@@ -102,7 +104,7 @@ def _from_hub(text: str, trust_remote_code: bool) -> Found:
     except Exception as error:  # network, cache, parsing and validation each raise their own family
         if "trust_remote_code" in str(error):
             raise _remote_code_error(text) from error
-        near = difflib.get_close_matches(text, list(CONFIG_MAPPING), 3)
+        near = difflib.get_close_matches(text, list(CONFIG_MAPPING), 3, _CLOSE)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise SourceError(
             f"{text!r} is not a folder, 'package.module:builder', model type or reachable hub model: "

@@ -482,6 +482,7 @@ def test_exit_codes_of_plans_that_cannot_be_read(tmp_path: Path, monkeypatch: py
         (str(tmp_path / "unparsable.json"), "cannot parse"),
         ("stops_on_import.PLAN", "RuntimeError: no such cluster"),
         ("nowhere.PLAN", "no module named 'nowhere'"),
+        ("nowhere.json", "there is no file nowhere.json"),
     ):
         assert exit_code(*toy, plan) == 2
         shown = capsys.readouterr()

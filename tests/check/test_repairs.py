@@ -5,6 +5,7 @@ Wrong plans are made of right ones (`helpers/wrong_plans.py`). The sample here i
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 import mistakes
 import pytest
 import torch
+import yaml
 from corpus.toys import ATTENTION, GOOD, MLP, Attention, FusedAttention, decoder
 from drawn_plans import mistake_of
 from drawn_words import drawn
@@ -28,6 +30,7 @@ from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, as_to
 
 import autoplan
 from autoplan.check.audit import audit_source
+from autoplan.check.audit.rows import write_fixed
 from autoplan.cli.app import main
 from autoplan.values import AllReduce, IntegerEdit, Plan, Report, replace
 
@@ -385,3 +388,12 @@ def test_automodel_ties_tied_ends_again() -> None:
     report = autoplan.audit(config, {"model.embed_tokens": table(input_layouts=Replicate()), **ends}, 2)
     assert report.ok, report
     assert not autoplan.audit(config, {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), **ends}, 2).ok
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml", "py"])
+def test_a_config_of_deepspeed_with_numbers_and_flags_is_written(tmp_path: Path, ending: str) -> None:
+    specs = [{"patterns": [".*up.weight$"], "partition_type": "column"}]
+    config = {"tp_size": 2, "autotp": True, "seed": None, "partition_config": {"layer_specs": specs}}
+    write_fixed(config, tmp_path / f"fixed.{ending}", "a config")
+    text = (tmp_path / f"fixed.{ending}").read_text()
+    assert (ast.literal_eval(text.partition("PLAN = ")[2]) if ending == "py" else yaml.safe_load(text)) == config

@@ -6,6 +6,7 @@ that stands between a shell and `autoplan.plan`.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -291,3 +292,26 @@ def test_module_and_narrow_encodings() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
     assert "cannot read plan file gone.yaml" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_loads_torch_is_imported_where_progress_is_shown() -> None:
+    """Importing torch and transformers takes seconds, in which a terminal must not be silent."""
+    heavy = (
+        "autoplan.check",
+        "autoplan.hf",
+        "autoplan.capture",
+        "autoplan.execute",
+        "autoplan.forecast.dry_run",
+        "torch",
+    )
+    early = []
+    for file in sorted(Path(autoplan.__path__[0], "cli").glob("*.py")):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef) or "with progress(" not in ast.unparse(function):
+                continue
+            imports = [step for step in function.body if isinstance(step, (ast.Import, ast.ImportFrom))]
+            names = [
+                (step.module or "") if isinstance(step, ast.ImportFrom) else step.names[0].name for step in imports
+            ]
+            early += [f"{file.name}: {function.name}: {name}" for name in names if name.startswith(heavy)]
+    assert early == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_models import Decoder, PackedDecoder, ids, with_adapters, with_experts
 from torch import nn
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, Mamba2Config
 
 import autoplan
 from autoplan import planning
@@ -398,6 +398,20 @@ def test_the_plans_of_the_models_a_rule_was_seen_in_cite_it(model_type: str) -> 
         missing -= cited(plan_of_the_clone(model_type, ep_size))
     assert missing == set()
     assert [finding.message for finding in plan.findings if finding.check.startswith("rule-")] == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "tp", "units"),
+    [(1, 2, {"8 heads"}), (2, 2, {"2 groups"}), (2, 4, {"8 heads"}), (2, 8, {"16 features of each head"})],
+)
+def test_a_scan_is_counted_in_heads_or_groups_of_heads_as_it_is_sharded(groups: int, tp: int, units: set[str]) -> None:
+    config = Mamba2Config(
+        hidden_size=64, num_heads=8, head_dim=16, state_size=16, n_groups=groups, num_hidden_layers=2, vocab_size=128
+    )
+    plan = draft_plan(resolve(config), Wish(tp_size=tp)).plan
+    mixers = [one for one in plan.entries if "mixer" in one.pattern and one.units]
+    assert {one.counted or one.units for one in mixers} == units
+    assert all(one.reason.startswith(units.copy().pop()) for one in mixers)
 
 
 @pytest.mark.parametrize(("model_type", "counted"), [("olmo2", "8 heads"), ("mamba2", "2 groups")])

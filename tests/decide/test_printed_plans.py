@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from autoplan.common.errors import AutoplanError
 from autoplan.emit.explain import explain
 from autoplan.emit.tables.terminal import plain_text, plan_view, report_view
-from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Trial, replace
+from autoplan.values import Cost, Entry, Finding, Plan, Proof, Replicated, Report, Stack, Trial, replace
 
 PLANS = {"llama": llama_plan(), "odd": odd_plan(), "empty": Plan("nothing", 1)}
 
@@ -90,6 +90,20 @@ def test_every_width_holds_everything(name: str, width: int) -> None:
         assert all(word in words for word in reason.split())
     for finding in plan.findings:
         assert finding.where in words and finding.message in words and finding.hint in words
+
+
+def test_modules_of_a_block_stand_together_with_the_sums_that_they_share() -> None:
+    """Entries of two stacks come in turns: a query of each, a key of each."""
+    shared = (Cost("sum", "input-gradient", shared_with=("q",)),)
+    layer = replace(llama_plan().entries[1], reduces=(Cost("sum", "input-gradient", shared_with=("k",)),))
+    turns = [
+        replace(layer, pattern=f"{stack}.block.*.attn.{leaf}", reduces=shared if leaf == "k" else layer.reduces)
+        for leaf in "qk"
+        for stack in ("encoder", "decoder")
+    ]
+    shown = plain_text(plan_view(replace(llama_plan(), entries=tuple(turns))), 140).split("Why")[0]
+    assert shown.count("encoder.block.*.attn") == shown.count("decoder.block.*.attn") == 1
+    assert shown.count("input gradient (backward)") == shown.count("shared with q") == 2
 
 
 def test_depth_does_not_lengthen_the_table() -> None:

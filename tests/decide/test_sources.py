@@ -98,6 +98,7 @@ def test_a_module_that_does_not_import() -> None:
         ("{", "as JSON"),
         ("[1]", "holds a list"),
         ('{"model_type": "lama"}', "did you mean"),
+        ('{"model_type": "nosuchfolder"}', "update transformers"),  # a little like a type is not meant
         ('{"model_type": "mine", "auto_map": {"AutoConfig": "c.C"}}', "--trust-remote-code"),
         ('{"model_type": "llama", "architectures": ["NoSuchModel"]}', "no class 'NoSuchModel'"),
         ('{"model_type": "llama", "hidden_size": 10, "num_attention_heads": 3}', "not a multiple"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from example_plans import llama_plan
 
 import autoplan
 from autoplan.common.errors import AutoplanError
@@ -167,6 +168,22 @@ def test_every_sum_has_its_bytes(name: str) -> None:
     marks = [mark for block in scene_of(plan_of(name), {}).blocks for row in block.rows for mark in row.marks]
     sums = [mark.text for mark in marks if mark.partial and not mark.backward]
     assert sums and [text for text in sums if "B per token" not in text] == []
+
+
+def test_a_module_with_weights_of_its_own_stands_among_its_modules_and_what_it_makes_is_drawn_as_cut() -> None:
+    plan = llama_plan()
+    up = next(entry for entry in plan.entries if entry.pattern.endswith("up_proj"))
+    scan = [
+        replace(up, pattern="layers.*.mixer.inward"),
+        replace(up, pattern="layers.*.mixer", parameters=("decay",), style="local"),
+        replace(up, pattern="layers.*.mixer.norm", style="distributed_norm"),
+        replace(up, pattern="layers.*.mixer.outward", style="rowwise"),
+    ]
+    part = FlowPart("layers.0", 4, ("mixer.inward", "mixer", "mixer.norm", "mixer.outward"))
+    scene = scene_of(replace(plan, entries=tuple(scan), flow=(part,)), {})
+    rows = scene.blocks[0].rows
+    assert [row.parent for row in rows] == ["mixer"] * 4
+    assert [row.boxes[0].gives for row in rows] == ["cut", "cut", "cut", "partial"]
 
 
 def test_branches_stand_side_by_side_each_above_what_it_alone_feeds() -> None:

@@ -50,6 +50,7 @@ One TOML file, named like the rule's id. Keys:
 | `seen_in` | model types whose inferred plans cite the rule (a test checks them) |
 | `unseen` | instead: why no model type of transformers has the structure |
 | `unit`, `[units]` | what is sharded over ranks ("head", "feature"), per box if they differ; "": that of its axis |
+| a box `by_head` | its parameters have one number for each head: a unit that holds several of them is called a group |
 | `beats` | rules that lose if both claim a box |
 | `exported_as` | what other systems call its modules, if they have a word for it (below) |
 | `holds_experts` | true if its weights are experts, which expert parallelism can place |

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -334,7 +335,8 @@ def write_fixed(plan: Any, path: Path, title: str) -> None:
     if isinstance(plan, Plan):
         plan.save(path)
         return
-    has_objects = any(not isinstance(style, (str, Mapping, list)) for style in plan.values())
+    # DeepSpeed's plans are parts of configs, which have numbers and flags too
+    has_objects = any(not isinstance(item, (str, int, float, NoneType, Mapping, list)) for item in plan.values())
     if path.suffix == ".py":
         text = _module(plan, title, has_objects)
     elif has_objects:

@@ -208,9 +208,7 @@ def units_text(fact: ParameterFact, naming: Naming | None) -> tuple[str, str]:
     layout = Layout.parse(fact.layout)
     units = _first_sharded(layout).size * _times(layout, naming)
     rows = layout.size // units if layout.size % units == 0 and layout.kind == "product" else 1
-    unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, units) > units else None
-    unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else unit
-    counted = _count(units, unit or _unit(naming, layout))
+    counted = _count(units, _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else _unit(naming, layout))
     return (f"{counted} × {rows}", counted) if rows > 1 else (counted, "")
 
 
@@ -239,7 +237,8 @@ def _shards_text(layout: Layout, unit: str, tp: int, times: int) -> str:
     all_units = _count(first.size * times, unit)
     if first.split != (0, 1):
         pieces = first.split[0] if first.split else 1
-        return f"{all_units} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
+        in_pieces = "" if pieces == first.size * times else f" in {pieces} pieces"
+        return f"{all_units}{in_pieces}, each on {_count(tp // pieces, 'rank')}; a rank holds {counts[0]}"
     if len(set(counts)) == 1:
         return f"{all_units}; {'ep' if unit == 'expert' else 'tp'}={tp} gives each rank {counts[0]}"
     return f"{all_units}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
@@ -250,7 +249,7 @@ def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
     groups = _first_sharded(layout)
     if naming is None or naming.unit != "head" or groups.split != (0, 1) or groups.size % tp:
         return ""
-    heads = _heads(naming, groups.size)
+    heads = _query_heads(naming, groups.size)
     if heads <= groups.size or heads % groups.size:
         return ""
     key_heads = groups.size // tp
@@ -261,10 +260,14 @@ def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
 
 
 def _unit(naming: Naming | None, layout: Layout) -> str:
-    """Return the unit that is sharded. For the last of several factors it is features of every head, not heads."""
-    if naming is None:
-        return "unit"
-    return _OF_HEADS if naming.unit == "head" and _is_minor(layout) else naming.unit
+    """Return the unit that is sharded. Of heads, the last of several factors is features of every head, and a unit
+    with several heads is a group."""
+    if naming is None or naming.unit != "head":
+        return "unit" if naming is None else naming.unit
+    if _is_minor(layout, naming):
+        return _OF_HEADS
+    units = _first_sharded(layout).size * _times(layout, naming)
+    return "group" if max(naming.sizes.get("by_head", 0), _query_heads(naming, units)) > units else "head"
 
 
 def _unit_of_gates(layout: Layout) -> str:
@@ -272,18 +275,22 @@ def _unit_of_gates(layout: Layout) -> str:
     return "hidden unit" if layout.kind == "product" else "row"
 
 
-def _is_minor(layout: Layout) -> bool:
-    """Return whether the only sharded factor is the last of a product, in all segments."""
+def _is_minor(layout: Layout, naming: Naming) -> bool:
+    """Return whether the only sharded factor is the last of a product, in all segments, which are not heads."""
     if layout.kind == "concatenation":
-        return all(_is_minor(part) for part in layout.parts if part.is_split)
+        return all(_is_minor(part, naming) for part in layout.parts if part.is_split)
+    if layout.size == naming.sizes.get("by_head"):
+        return False
     last = layout.parts[-1] if layout.kind == "product" else layout
     return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
 
 
 def _times(layout: Layout, naming: Naming | None) -> int:
     """Return in how many groups the sharded heads are, where a rank has some heads of each group."""
-    if naming is None or naming.unit != "head" or layout.kind != "product" or _is_minor(layout):
+    if naming is None or naming.unit != "head" or _is_minor(layout, naming):
         return 1
+    if layout.kind == "concatenation":
+        return next((_times(part, naming) for part in layout.parts if part.is_split), 1)
     first = next((n for n, part in enumerate(layout.parts) if part.is_split), 0)
     return prod(part.size for part in layout.parts[:first])
 
@@ -296,7 +303,7 @@ def _held_by_all(layout: Layout) -> int:
     return prod(counts) if layout.kind == "product" else sum(counts)
 
 
-def _heads(naming: Naming, groups: int) -> int:
+def _query_heads(naming: Naming, groups: int) -> int:
     """Return the number of query heads, from the contracted size of the output and the width of a value head."""
     contracted, value = naming.sizes.get("output.in", 0), naming.sizes.get("value.out", 0)
     return contracted * groups // value if value and (contracted * groups) % value == 0 else 0

@@ -93,7 +93,8 @@ class _Desk:
         self.sequence_parallel = sequence_parallel
         self.tp = solution.tp_size
         self.read = readings(picture, solution.parameters)
-        self.named = with_units(name_parameters(matching, self.read, picture), solution.parameters)
+        named = name_parameters(matching, self.read, picture, solution.parameters)
+        self.named = with_units(named, solution.parameters)
         self.costs = Costs(solution, picture)
         self.gathered = gathered_parameters(solution)
         self.experts = {site.pattern for site in solution.runtime.of(LocalExperts)}

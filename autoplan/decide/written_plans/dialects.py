@@ -72,6 +72,8 @@ def _value_at(path: str) -> Any:
                 raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
             value, name = getattr(value, part), f"{name}.{part}"
         return value
+    if parts[-1] in ("json", "yaml", "yml"):
+        raise WrittenPlanError(f"there is no file {path}", hint="`autoplan plan MODEL --tp N -o FILE` writes one")
     raise WrittenPlanError(
         f"{path}: no module named {parts[0]!r}", hint="check the spelling, and that its folder is on PYTHONPATH"
     )
@@ -125,7 +127,7 @@ def read_style(pattern: str, style: Any, name: str, *, by_position: bool) -> tup
         return ()
     choices = style.choices if "PlannedModule" in classes else [(pattern, _style_of(style, pattern, name))]
     layouts = [
-        f"{side}={layout[0] if isinstance(layout, tuple) and layout else layout}"
+        f"{side}={(layout[0] if isinstance(layout, tuple) and layout else layout)!r}"
         for side in ("input_layouts", "output_layouts")
         if (layout := getattr(style, side, None)) is not None
     ]

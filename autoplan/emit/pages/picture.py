@@ -192,12 +192,18 @@ def branches(part: FlowPart) -> Iterator[tuple[str, list[list[str]]]]:
     >>> part = FlowPart("", 1, ("a.q", "a.q_norm", "a.k", "a.v", "a.o"), ((-1,), (0,), (-1,), (-1,), (1, 2, 3)))
     >>> list(branches(part))
     [('a', [['a.q', 'a.q_norm'], ['a.k'], ['a.v']]), ('a', [['a.o']])]
+
+    A module that has weights of its own beside its modules stands among these:
+
+    >>> list(branches(FlowPart("", 1, ("a.q", "a", "a.o"))))
+    [('a', [['a.q']]), ('a', [['a']]), ('a', [['a.o']])]
     """
+    parents = {step.rpartition(".")[0] for step in part.steps}
     reads = part.reads or tuple((number - 1,) for number in range(len(part.steps)))
     readers = Counter(fed for feeds in reads for fed in feeds)
     rows: list[tuple[str, list[list[int]]]] = []
     for number, step in enumerate(part.steps):
-        parent = step.rpartition(".")[0]
+        parent = step if step in parents else step.rpartition(".")[0]
         columns = rows[-1][1] if rows and rows[-1][0] == parent else []
         above = next((column for column in columns if reads[number] == (column[-1],)), None)
         if above is not None and readers[above[-1]] == 1:
@@ -299,4 +305,6 @@ def _gives(entries: tuple[Entry, ...]) -> str:
     styles = {entry.style for entry in entries}
     if any("rowwise" in style and not style.startswith("embedding") for style in styles):
         return "partial"
-    return "cut" if any("colwise" in style for style in styles) else ""
+    # What "local" code and norms over a sharded width compute is sharded as their weights are
+    cut = any("colwise" in style or style in ("local", "distributed_norm") for style in styles)
+    return "cut" if cut else ""

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.common.patterns import fold_counted, fold_names
+from autoplan.common.patterns import fold_counted, fold_names, starred
 from autoplan.decide.rulebook.read import Rule
 from autoplan.decide.rulebook.rule_tests import RuleResult
 from autoplan.emit.tables.estimate_table import TRAFFIC_COLUMNS, equal_blocks, traffic_lines, traffic_row, valid_sizes
@@ -331,9 +331,18 @@ class EntryTable:
 
 
 def _by_parent(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
-    """Yield neighbours under their common parent; a single module keeps its path if that is short."""
+    """Yield neighbours under their common parent, and all modules of one part of a block together, although equal parts
+    of other blocks lie between them; a single module keeps its path if that is short."""
+    groups: list[tuple[str, list[Entry]]] = []
+    of_blocks: dict[str, list[Entry]] = {}
     for parent, members in groupby(entries, key=lambda entry: entry.pattern.rpartition(".")[0]):
-        group = list(members)
+        if parent in of_blocks:
+            of_blocks[parent] += members
+            continue
+        groups.append((parent, list(members)))
+        if "*" in starred(parent):
+            of_blocks[parent] = groups[-1][1]
+    for parent, group in groups:
         alone = len(group) == 1 and len(group[0].pattern) <= _LONG_PATH
         yield ("" if alone else parent), group
 
