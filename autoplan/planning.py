@@ -243,15 +243,15 @@ def _cut(
     solution = solved(trace, sequence_stacks=stacks)
     if stacks is None or solution.sequence_parallel or how_many == "all":
         return solution
-    kept: tuple[tuple[str, ...], ...] = ()
+    cut_stacks: tuple[tuple[str, ...], ...] = ()
     whole: list[WholeSequence] = []
     for names in reversed(stacks) if len(stacks) > 1 else ():
-        tried = solved(trace, sequence_stacks=(names, *kept)) if names else None
+        tried = solved(trace, sequence_stacks=(names, *cut_stacks)) if names else None
         if tried is not None and tried.sequence_parallel:
-            solution, kept = tried, (names, *kept)
+            solution, cut_stacks = tried, (names, *cut_stacks)
         elif tried is not None:
             whole += [replace(why, stack=names[0].rpartition(".")[0]) for why in tried.whole_sequence]
-    return replace(solution, whole_sequence=(*solution.whole_sequence, *whole)) if kept else solution
+    return replace(solution, whole_sequence=(*solution.whole_sequence, *whole)) if cut_stacks else solution
 
 
 def write_down(
@@ -342,14 +342,14 @@ def _findings(
 
 def _run_alike(classes: Iterable[ClassFact]) -> Iterator[Finding]:
     """Yield the modules where every rank of cp does the same work, on all positions."""
-    found: dict[tuple[str, str], str] = {}
+    hints: dict[tuple[str, str], str] = {}
     for each in classes:
         place, why = starred(each.parameters[0][0].rpartition(".")[0]), None if each.split else each.reason
         if isinstance(why, MixedWhole) and why.size == each.size and not why.own_queries:
-            found[place, str(why)] = "choose a cp_size that divides them"
+            hints[place, str(why)] = "choose a cp_size that divides them"
         elif isinstance(why, SumsInside):
-            found[place, str(why)] = ""
-    for (place, text), hint in found.items():
+            hints[place, str(why)] = ""
+    for (place, text), hint in hints.items():
         yield Finding("sequence", "warn", place, text, hint)
 
 
@@ -359,8 +359,8 @@ def sequence_findings(solution: Solution) -> Iterator[Finding]:
         why = "; ".join(map(str, folded_reasons(solution)))
         yield Finding("sequence", "warn", "", f"sequence parallelism was requested but is not applied: {why}")
         return
-    for told in folded_reasons(solution):
-        yield Finding("sequence", "note", "", f"full sequence needed: {told}")
+    for reason in folded_reasons(solution):
+        yield Finding("sequence", "note", "", f"full sequence needed: {reason}")
 
 
 def folded_reasons(solution: Solution) -> Iterator[WholeSequence]:

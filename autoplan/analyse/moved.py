@@ -105,7 +105,9 @@ def block_traffic(
     payments = (*least_sums(shards, flow, reductions), *_paid_in_calls(shards, flow, reductions))
     runs = _Blocks(shards, names)
     # Ranks whose own queries attend to all positions need all keys and values
-    sites = {(one.pattern, one.site.function, one.site.place) for one in runtime.of(AttendAcross)}
+    sites = {
+        (attention.pattern, attention.site.function, attention.site.place) for attention in runtime.of(AttendAcross)
+    }
     calls = enumerate(shards.trace.calls)
     attending = {(index, index + 1) for index, call in calls if (call.module, call.name, call.place) in sites}
     traffic, excess = [], []

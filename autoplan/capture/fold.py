@@ -136,13 +136,13 @@ def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], co
     configs.near.clear()
     kinds = _signatures(list(blocks.values()), above, configs)
     lists = tuple((thing, attribute) for thing, attribute, _ in configs.lists(len(blocks)))
-    kept = _kept(kinds)
-    stands_for = {kinds[position]: keys[position] for position in kept if position != len(keys) - 1}
-    dropped = (position for position in range(len(keys)) if position not in kept)
+    indices = _kept(kinds)
+    stands_for = {kinds[position]: keys[position] for position in indices if position != len(keys) - 1}
+    dropped = (position for position in range(len(keys)) if position not in indices)
     members = tuple((keys[position], stands_for[kinds[position]]) for position in dropped)
     standing = sorted({keys.index(representative) for _, representative in members})
-    alike = tuple((keys[p], keys[q]) for q in standing for p in kept if p < q and kinds[p] == kinds[q])
-    return _Choice(name, container, keys, kept, members, alike, lists)
+    alike = tuple((keys[p], keys[q]) for q in standing for p in indices if p < q and kinds[p] == kinds[q])
+    return _Choice(name, container, keys, indices, members, alike, lists)
 
 
 def _is_block(module: nn.Module) -> bool:

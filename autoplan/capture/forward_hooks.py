@@ -51,11 +51,11 @@ def _sets_on_module(hook: Any) -> bool:
     """Return whether a hook's code sets attributes of the module that is called, such as a computed weight."""
     code = _code_of(hook)
     method = code is not None and code.co_varnames[:1] == ("self",)
-    given = code.co_varnames[method : method + 1] if code is not None else ()
+    first_argument = code.co_varnames[method : method + 1] if code is not None else ()
     instructions = list(dis.get_instructions(code)) if code is not None else []
-    for before, one in pairwise(instructions):
-        loads = before if one.opname == "STORE_ATTR" else one if before.argval == "setattr" else None
-        if loads is not None and loads.argval in given and loads.opname.startswith("LOAD_FAST"):
+    for before, instruction in pairwise(instructions):
+        loads = before if instruction.opname == "STORE_ATTR" else instruction if before.argval == "setattr" else None
+        if loads is not None and loads.argval in first_argument and loads.opname.startswith("LOAD_FAST"):
             return True
     return False
 

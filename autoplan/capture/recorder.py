@@ -236,9 +236,9 @@ class _CallRecorder(TorchFunctionMode):
             result = torch.autograd.grad(*args, **kwargs)
             for value, gradient in zip(values, result, strict=True):
                 if gradient is not None and id(unwrapped(gradient)) not in r.ids:
-                    like, made = r.encode(value), Ref(r.id_of(gradient, "activation"))
+                    like, gradient_ref = r.encode(value), Ref(r.id_of(gradient, "activation"))
                     r.asking.add(like.id)
-                    r.ops.append(Op("empty_like", "", (like,), {}, (made,), r.frames[-1][0]))
+                    r.ops.append(Op("empty_like", "", (like,), {}, (gradient_ref,), r.frames[-1][0]))
                     if r.op_values is not None:
                         r.op_values.append((torch.ops.aten.empty_like.default, (_clone(gradient),)))
         finally:

@@ -133,7 +133,7 @@ def choose(
     output: Output = None,
 ) -> None:
     """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
-    asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
+    options = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
     import autoplan
     from autoplan.emit.tables.estimate_table import against_view, choice_view, row_to_dict, row_view
     from autoplan.forecast.asked import mesh_sizes
@@ -141,7 +141,7 @@ def choose(
     if like is not None and (ranks := prod(size for _, size in mesh_sizes(like, priced=("pp",)))) != gpus:
         raise AutoplanError(f"--like {like} has {ranks} ranks, for {gpus} GPUs", hint="pass a mesh of all GPUs")
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
-        choice = autoplan.choose(**asked)
+        choice = autoplan.choose(**options)
     if row is not None and row > len(choice.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(choice.rows)}")
     against = None if like is None else against_view(*choice.against_first(like))
@@ -202,13 +202,13 @@ def estimate(
     output: Output = None,
 ) -> None:
     """Say what one step costs on one rank of a mesh: memory at its peak, messages, time."""
-    asked = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
-    asked |= {"mesh": on_mesh(mesh, cp, tp), "activation_checkpointing": checkpointing_of(checkpointing)}
+    options = {name: value for name, value in locals().items() if name not in _OF_A_COMMAND} | {"train": train.value}
+    options |= {"mesh": on_mesh(mesh, cp, tp), "activation_checkpointing": checkpointing_of(checkpointing)}
     import autoplan
     from autoplan.emit.tables.estimate_table import estimate_view
 
-    with progress(f"estimating {model} on {asked['mesh']}"):
-        priced = autoplan.estimate(**asked)
+    with progress(f"estimating {model} on {options['mesh']}"):
+        priced = autoplan.estimate(**options)
     emit(estimate_view(priced), priced.to_dict(), as_json, output)
 
 

@@ -319,5 +319,5 @@ def _scaled(layout: Layout, by: int, tp: int) -> Layout | None:
 
 
 def _concatenation(parts: list[Layout | None]) -> Layout | None:
-    known = [part for part in parts if part is not None]
-    return Layout("concatenation", sum(p.size for p in known), tuple(known)) if len(known) == len(parts) else None
+    present = [part for part in parts if part is not None]
+    return Layout("concatenation", sum(p.size for p in present), tuple(present)) if len(present) == len(parts) else None

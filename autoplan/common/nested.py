@@ -253,12 +253,12 @@ def _holds_tensor(value: Any, path: Path) -> bool:
 
 def other_forms(path: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
     """Return the paths that lead to this one or go on from it: one call returns `x`, another `(x, …)`."""
-    return tuple(one for one in paths if one != path and one[: len(path)] == path[: len(one)])
+    return tuple(other for other in paths if other != path and other[: len(path)] == path[: len(other)])
 
 
 def is_other_form(output: Any, path: Path, others: tuple[Path, ...]) -> bool:
     """Return whether an output has a tensor on the way to a path, or none at it where another one goes on from it."""
-    return any(_holds_tensor(output, min(one, path, key=len)) == (len(one) < len(path)) for one in others)
+    return any(_holds_tensor(output, min(other, path, key=len)) == (len(other) < len(path)) for other in others)
 
 
 def left_out_of(output: Any, path: Path) -> Any:

@@ -197,10 +197,10 @@ def fake_like(
 ) -> FakeTensor:  # fmt: skip
     """Return a fake tensor of this shape, on the storage of `base` if given; ops of the mode take longer."""
     with in_kernel_invocation_manager(mode):
-        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if base is not None:
-            made.set_(base.untyped_storage(), offset, shape, stride)
-        return FakeTensor(mode, made, device)
+            empty.set_(base.untyped_storage(), offset, shape, stride)
+        return FakeTensor(mode, empty, device)
 
 
 def version_of(tensor: torch.Tensor) -> int:

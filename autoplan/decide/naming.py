@@ -89,9 +89,9 @@ def with_units(named: dict[str, Naming], facts: tuple[ParameterFact, ...]) -> di
     """Where a rule has no unit of its own, take it, and the sizes that it counts, from the rule of another
     parameter that is cut along the same axis."""
     cut = [(name, fact) for fact in facts if fact.axis is not None for name in fact.names if name in named]
-    known = [(fact, named[name]) for name, fact in reversed(cut) if named[name].own_unit]
-    of_axis = {axis: naming for fact, naming in known for axis in fact.axes}
-    of_axis |= {fact.axis: naming for fact, naming in known if fact.axis is not None}
+    named_facts = [(fact, named[name]) for name, fact in reversed(cut) if named[name].own_unit]
+    of_axis = {axis: naming for fact, naming in named_facts for axis in fact.axes}
+    of_axis |= {fact.axis: naming for fact, naming in named_facts if fact.axis is not None}
 
     def told(naming: Naming, axis: int | None) -> Naming:
         like = of_axis.get(axis) if axis is not None else None

@@ -128,9 +128,9 @@ def _made_by_shape() -> bool:
         with fake_tensor.in_kernel_invocation_manager(mode):
             empty = torch.empty_strided((3, 2), (1, 3), device="meta")
             empty.set_(base.untyped_storage(), 0, (3, 2), (1, 3))
-        made = fake_tensor.FakeTensor(mode, empty, torch.device("cpu"))
-        same = made.untyped_storage()._cdata == base.untyped_storage()._cdata
-        return bool(same and made.shape == (3, 2) and made.device.type == "cpu" and mode.cache_enabled in (False, True))
+        fake = fake_tensor.FakeTensor(mode, empty, torch.device("cpu"))
+        same = fake.untyped_storage()._cdata == base.untyped_storage()._cdata
+        return bool(same and fake.shape == (3, 2) and fake.device.type == "cpu" and mode.cache_enabled in (False, True))
 
 
 @ENGINES.hold("no messages are sent for tensors without values", "torch._guards.detect_fake_mode")

@@ -173,8 +173,8 @@ def linear(name: str, forth: Callable[..., torch.Tensor], back: Callable[..., to
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return back(gradient, ctx.shape, *ctx.how), *[None] * len(ctx.how)
 
-    made: Any = type(name, (Recorded,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
-    return lambda x, *how: made.apply(x, *how)
+    function: Any = type(name, (Recorded,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    return lambda x, *how: function.apply(x, *how)
 
 
 def recorded_again() -> bool:

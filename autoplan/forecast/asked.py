@@ -70,12 +70,12 @@ def _check(sizes: tuple[tuple[str, int], ...], priced: tuple[str, ...]) -> None:
     for purpose, aliases in ALIASES.items():
         same = [name for name in names if name in aliases]
         _refuse(len(same) > 1, f"the mesh dims {', '.join(same)} could all be {purpose!r}", "name one of them")
-    known = (*(name for aliases in ALIASES.values() for name in aliases), "cp", *priced)
+    mesh_dims = (*(name for aliases in ALIASES.values() for name in aliases), "cp", *priced)
     for name, size in sizes:
         _refuse(size > 1 and name in LEFT_ALONE and name not in (*priced, "cp"),
                 f"the mesh dim {name!r} is not supported in estimates", "omit it, and describe one stage")  # fmt: skip
-        _refuse(size > 1 and name not in known, f"the mesh dim {name!r} of {size} ranks has no known purpose",
-                f"known are {', '.join(known)}")  # fmt: skip
+        _refuse(size > 1 and name not in mesh_dims, f"the mesh dim {name!r} of {size} ranks has no known purpose",
+                f"known are {', '.join(mesh_dims)}")  # fmt: skip
     purposes = {purpose: size for purpose, aliases in ALIASES.items() for name, size in sizes if name in aliases}
     replicas, tp, ep = (purposes.get(purpose, 1) for purpose in ("dp_replicate", "tp", "ep"))
     _refuse(replicas > 1 and "dp_shard" not in purposes,
@@ -131,8 +131,8 @@ class Asked:
 
     def __post_init__(self) -> None:
         _refuse(self.train not in TRAIN, f"train={self.train!r}", f"choose one of {', '.join(TRAIN)}")
-        known = isinstance(self.optimizer, str) and self.optimizer in OPTIMIZERS
-        _refuse(not known, f"optimizer={self.optimizer!r}", f"choose one of {', '.join(OPTIMIZERS)}")
+        is_known = isinstance(self.optimizer, str) and self.optimizer in OPTIMIZERS
+        _refuse(not is_known, f"optimizer={self.optimizer!r}", f"choose one of {', '.join(OPTIMIZERS)}")
         for name in ("batch", "sequence", "accumulate"):
             check_count(name, getattr(self, name))
         _refuse(self.sequence < 2, f"sequence={self.sequence}", "a sequence has at least two tokens")
@@ -349,8 +349,8 @@ def notes_on_question(
         yield (f"{question.batch} × {question.sequence} tokens were requested, but inputs of that size cannot be made; "
                f"all figures are for {batch} × {tokens or 'samples'}")  # fmt: skip
     users = steps.inputs if steps.inputs is not None else steps.source.inputs
-    one = {} if users is not None else inputs_of(steps, replace(setting, batch=1))
-    sizes = {name: value.shape for name, value in one.items() if getattr(value, "is_floating_point", bool)()}
+    example = {} if users is not None else inputs_of(steps, replace(setting, batch=1))
+    sizes = {name: value.shape for name, value in example.items() if getattr(value, "is_floating_point", bool)()}
     if sizes:
         shapes = ", ".join(f"{name} of {' × '.join(map(str, shape))}" for name, shape in sizes.items())
         yield f"{'each sequence comes with' if tokens else 'a sample is'} {shapes}"

@@ -100,11 +100,11 @@ def _device(path: Path, data: Any) -> Device:
     )
     if "bfloat16" not in flops:
         raise _error(path, "lacks flops.bfloat16")
-    given = {name: data.get(name) for name in _NUMBERS}
-    given |= {name: data[name] for name in ("attention",) if data.get(name) is not None}
+    figures = {name: data.get(name) for name in _NUMBERS}
+    figures |= {name: data[name] for name in ("attention",) if data.get(name) is not None}
     for name, names in _TABLES.items():
-        given |= {f"{name}.{key}": data[name].get(key, 0 if key == "workspace" else None) for key in names}
-    numbers: dict[str, Any] = {name.rpartition(".")[2]: _number(path, name, value) for name, value in given.items()}
+        figures |= {f"{name}.{key}": data[name].get(key, 0 if key == "workspace" else None) for key in names}
+    numbers: dict[str, Any] = {name.rpartition(".")[2]: _number(path, name, value) for name, value in figures.items()}
     return Device(called, flops=flops, efficiencies=efficiencies, sources=tuple(sources), **numbers)
 
 

@@ -275,8 +275,8 @@ def _notes(
         layers = f"{steps.adapters} linear layer{'s' * (steps.adapters > 1)}"
         notes.append(f"no parameter of the model is frozen: adapters of rank {steps.lora_rank} were added to {layers} "
                      f"({targets}{dropout}), and the rest was frozen")  # fmt: skip
-    asked = (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype)
-    if steps.lora_rank and not steps.adapters and asked != (LORA_RANK, None, 0, "float32"):
+    lora = (steps.lora_rank, steps.lora_targets, steps.lora_dropout, steps.lora_dtype)
+    if steps.lora_rank and not steps.adapters and lora != (LORA_RANK, None, 0, "float32"):
         text = "no effect: rank, targets, dropout and dtype of adapters; the model has trainable parameters of its own"
         notes.append(text)
     if kernels:

@@ -193,9 +193,9 @@ class Steps:
         return self.known.get(setting) or self.derived.get(setting)
 
     def _thicker(self, setting: Setting) -> Recorded | None:
-        one, two = (self.scaled(replace(setting, batch=batch)) for batch in (1, 2))
-        program = blended(one.program, two.program, setting.batch)
-        return None if program is None else replace(two, program=program)
+        single, double = (self.scaled(replace(setting, batch=batch)) for batch in (1, 2))
+        program = blended(single.program, double.program, setting.batch)
+        return None if program is None else replace(double, program=program)
 
     def _thinner(self, setting: Setting) -> Recorded | None:
         """Extrapolate as a constant and a part of 1 / tp; None if not all is sharded evenly, or nothing is recorded."""
@@ -237,13 +237,13 @@ class Steps:
         if setting.batch != 2 or setting.cp < 2 or setting.ep > 1:
             return None
         alone, wider = replace(setting, batch=1), replace(setting, batch=1, cp=2 * setting.cp)
-        one, far, two = map(self._there, (alone, wider, replace(wider, batch=2)))
-        if one is None or far is None or two is None or not one.left_out == far.left_out == two.left_out:
+        single, far, two = map(self._there, (alone, wider, replace(wider, batch=2)))
+        if single is None or far is None or two is None or not single.left_out == far.left_out == two.left_out:
             return None
-        doubled = blended(far.program, one.program, 3)  # 2 × one - far
+        doubled = blended(far.program, single.program, 3)  # 2 × single - far
         middle = None if doubled is None else blended(doubled, two.program, 1.5)
         program = None if middle is None else blended(far.program, middle, 3)
-        return None if program is None else replace(one, program=program)
+        return None if program is None else replace(single, program=program)
 
     def _repeats(self, setting: Setting) -> bool:
         """Return whether several ranks hold one piece, as where there are fewer heads of keys than ranks."""
@@ -334,9 +334,9 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
             whole, length = setting.ranks == 1, setting.sequence if setting.cp > 1 else 0
-            known = KnownOps(copy.mode) if how == "fake" else None
+            known_ops = KnownOps(copy.mode) if how == "fake" else None
             return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole, length=length,
-                               known=known)  # fmt: skip
+                               known=known_ops)  # fmt: skip
 
 
 def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Tensor | None]:

@@ -75,8 +75,8 @@ class Source:
     @property
     def _own_config(self) -> PretrainedConfig | None:
         """The config, of the model inside where peft wraps one."""
-        given: Any = self.given
-        return given.get_base_model().config if self.config is None and self._adapted else self.config
+        model: Any = self.given
+        return model.get_base_model().config if self.config is None and self._adapted else self.config
 
     def stored_as(self, weights: str) -> Source:
         """Return the same model from a checkpoint with weights stored as a dtype, or in a quantised format."""
@@ -185,9 +185,9 @@ class Source:
 
     @cached_property
     def _adapted(self) -> bool:
-        given: Any = self.given
-        wraps = given is not None and settings_of(given) is not None
-        return wraps and isinstance(given.get_base_model(), PreTrainedModel)
+        model: Any = self.given
+        wraps = model is not None and settings_of(model) is not None
+        return wraps and isinstance(model.get_base_model(), PreTrainedModel)
 
     @cached_property
     def _small(self) -> bool:

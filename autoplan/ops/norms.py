@@ -133,9 +133,9 @@ def _scale(site: Site, dims: Dims, parameters: Sequence[object]) -> None:
 def weight_norm(site: Site) -> Answer:
     """Relate a weight to the lengths it is scaled to: one per position of `dim`, over all other dims."""
     dims, lengths = site.terms(site.inputs[0]), site.terms(site.inputs[1])
-    kept = site.arg(2, "dim", 0) % len(dims)
+    kept_dim = site.arg(2, "dim", 0) % len(dims)
     for position, term in enumerate(dims):
-        if position != kept:
+        if position != kept_dim:
             site.contract(term, Event.NORM)
     site.unify_equal_sizes(dims, lengths)
     answers: list[Dims | None] = [[find(term) for term in dims]]

@@ -135,8 +135,10 @@ class Lifted(TorchFunctionMode):
             func = torch.Tensor.double
         args = tuple(_lifted(value) for value in args)
         named = {name: _lifted(value) for name, value in (kwargs or {}).items()}
-        made = func in _OF_NUMBERS and any(isinstance(value, float) for value in (*args, named.get("fill_value")))
-        if (made or func in _OF_DEFAULT_DTYPE) and named.get("dtype") is None and named.get("out") is None:
+        draws_floats = func in _OF_NUMBERS and any(
+            isinstance(value, float) for value in (*args, named.get("fill_value"))
+        )
+        if (draws_floats or func in _OF_DEFAULT_DTYPE) and named.get("dtype") is None and named.get("out") is None:
             named["dtype"] = torch.float64
         return func(*args, **named)
 

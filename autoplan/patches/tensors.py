@@ -175,10 +175,10 @@ def picked_rows_patch() -> bool:
     def told(plain: Any, x: Any, *args: Any) -> None:
         seen.append((plain.__name__, *args))
 
-    made: Any = DTensor.__new__  # methods are looked up on the class: no ranks are needed
+    dtensor: Any = DTensor.__new__  # methods are looked up on the class: no ranks are needed
     with apart(), picked(told, told, told):
         for name in _METHODS:
-            vars(DTensor)[name].__get__(made, DTensor)(1)
+            vars(DTensor)[name].__get__(dtensor, DTensor)(1)
     return seen == [(name, 1) for name in before] and before == {name: vars(DTensor).get(name) for name in before}
 
 
@@ -280,9 +280,9 @@ def told_of_inputs(tell: Callable[[list[Any], list[Any]], None]) -> Hold:
         @functools.wraps(plain)
         def gradients(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
-                given = signature.bind(*args, **kwargs).arguments
-                outputs = given.get("outputs", given.get("tensors")) if given.get("create_graph") else None
-                tell(listed(given.get("inputs")), listed(outputs))
+                arguments = signature.bind(*args, **kwargs).arguments
+                outputs = arguments.get("outputs", arguments.get("tensors")) if arguments.get("create_graph") else None
+                tell(listed(arguments.get("inputs")), listed(outputs))
             return plain(*args, **kwargs)
 
         return gradients

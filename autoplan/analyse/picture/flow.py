@@ -252,8 +252,13 @@ _WIDTHS = ({"in_features", "out_features"}, {"num_embeddings", "embedding_dim"})
 def obstacles(trace: Trace, modules: Iterable[str]) -> tuple[Obstacle, ...]:
     """Return the obstacles of these modules, each kind once for each module."""
     names = dict.fromkeys(modules)
-    found = [*_edited(trace, names), *_read_elsewhere(trace, names), *_odd_shapes(trace, names), *_counts(trace, names)]
-    return tuple(dict.fromkeys(found))
+    obstructions = [
+        *_edited(trace, names),
+        *_read_elsewhere(trace, names),
+        *_odd_shapes(trace, names),
+        *_counts(trace, names),
+    ]
+    return tuple(dict.fromkeys(obstructions))
 
 
 def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:

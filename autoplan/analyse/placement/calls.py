@@ -96,23 +96,26 @@ class SequenceWork:
     def named(self, name: str) -> SequenceWork:
         """Return the same work, about this sequence."""
         sequence = SequenceName(name)
-        lengths = {i: tuple(replace(each, sequence=sequence) for each in given) for i, given in self.lengths.items()}
-        kept = {index: (dim, sequence) for index, (dim, _) in self.kept.items()}
+        lengths = {
+            i: tuple(replace(each, sequence=sequence) for each in each_lengths)
+            for i, each_lengths in self.lengths.items()
+        }
+        sequence_dims = {index: (dim, sequence) for index, (dim, _) in self.kept.items()}
         summed = {i: (dim, replace(each, name=name), mean) for i, (dim, each, mean) in self.summed.items()}
-        return SequenceWork(lengths, kept, summed)
+        return SequenceWork(lengths, sequence_dims, summed)
 
     def joined(self, calls: tuple[CallRewrite, ...], trace: Trace) -> Iterator[CallRewrite]:
         """Yield the work of calls together with this."""
         lengths = {trace.calls[index].source: given for index, given in self.lengths.items()}
-        kept = {trace.calls[index].source: how for index, how in self.kept.items()}
+        sequence_dims = {trace.calls[index].source: how for index, how in self.kept.items()}
         summed = {trace.calls[index].source: how for index, how in self.summed.items()}
         names, unmarked = ("arguments", "copies", "cuts", "sometimes"), set[_Place]()
         for call in calls:
             place = (call.pattern, call.site.function, call.site.place)
             unmarked |= {place} if call.site == CallSite(*place[1:]) else set()
             needs = {name: getattr(call, name) for name in names} | {"lengths": lengths.get(place, ())}
-            if place in kept:
-                yield ReduceScatterCall(call.pattern, call.site, *kept[place], **needs)
+            if place in sequence_dims:
+                yield ReduceScatterCall(call.pattern, call.site, *sequence_dims[place], **needs)
             elif place in summed:
                 yield CallOverPositions(call.pattern, call.site, *summed[place], **needs)
             else:

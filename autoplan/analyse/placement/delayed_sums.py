@@ -237,8 +237,8 @@ class _Meetings:
 
     def _has_large_factor(self, step: int, traveller: _Traveller, added: Mapping[int, int]) -> bool:
         """Return whether another input of the call that carries gradients is large, next to the value it multiplies."""
-        known = traveller.way.values | added.keys()
-        others = [t for t in self.flow.inputs[step] if t not in known and t in self.flow.carries]
+        handled = traveller.way.values | added.keys()
+        others = [t for t in self.flow.inputs[step] if t not in handled and t in self.flow.carries]
         value, *factors = (prod(self.flow.trace.tensors[t].shape) for t in (traveller.tensor, *others))
         return any(factor * _SMALL > value for factor in factors)
 

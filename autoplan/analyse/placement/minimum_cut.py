@@ -211,8 +211,8 @@ class CutProblem:
         for tensor in reads.keys() - passing:
             self.answer(NO, "part", reads[tensor])
         if call.name == "grad":  # of `torch.autograd`: gradients of what it reads must be whole where they are made
-            made = [(version, "made", version[1]) for version, _, _ in reads.values()]
-            for place in (*made, *reads.values(), *makes.values()):
+            edges = [(version, "made", version[1]) for version, _, _ in reads.values()]
+            for place in (*edges, *reads.values(), *makes.values()):
                 self.answer(YES, "whole", place)
             return
         if not flow.passes_gradients(index) or self.reached.isdisjoint(outputs):

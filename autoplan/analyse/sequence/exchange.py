@@ -351,8 +351,8 @@ class _Exchanges:
     @cached_property
     def _attributes(self) -> tuple[tuple[int, str], ...]:
         """The calls that are given integers of modules, and these modules."""
-        given = enumerate((call.args, call.kwargs) for call in self.trace.calls)
-        passed = ((index, item) for index, value in given for _, item in symbolics(value))
+        arguments = enumerate((call.args, call.kwargs) for call in self.trace.calls)
+        passed = ((index, item) for index, value in arguments for _, item in symbolics(value))
         return tuple((index, str(part[1])) for index, item in passed for part in item.parts("attr"))
 
     def _entries(self, number: int, tensor: int) -> list[Crossing]:

@@ -242,11 +242,13 @@ def pairs_of_positions(streams: Sequence[Stream]) -> tuple[Finding, ...]:
     batch = {find(leaf) for stream, term in starts if not stream.positions.has(term) for leaf in leaves(term)}
     for call in trace.calls:
         if call_record(call.name).causal is None:
-            made = {tensor for op in trace.ops[slice(*call.ops)] for tensor in refs(op.outputs)}
-            size, positions = max((_size(tensor, streams, batch) for tensor in made), default=(0, 0))
+            results = {tensor for op in trace.ops[slice(*call.ops)] for tensor in refs(op.outputs)}
+            size, positions = max((_size(tensor, streams, batch) for tensor in results), default=(0, 0))
             if size > largest.get(starred(call.module), (0, 0, call))[0]:
                 largest[starred(call.module)] = size, positions, call
-    return tuple(Finding("sequence", "note", name, _said(*found), kind="pairs") for name, found in largest.items())
+    return tuple(
+        Finding("sequence", "note", name, _said(*largest_pair), kind="pairs") for name, largest_pair in largest.items()
+    )
 
 
 def _said(size: int, positions: int, call: Call) -> str:

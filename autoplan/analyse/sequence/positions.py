@@ -176,8 +176,8 @@ def _only_checked(trace: Trace, ops: Collection[int]) -> list[int]:
             if op in ops and len(inside := range(op + 1, call.ops[1])):
                 results = set(trace.ops[op].results)
                 users = [trace.ops[i] for i in inside if not results.isdisjoint(refs(trace.ops[i].args))]
-                told = bool(users) and all(op_record(user.name).tells for user in users)
-                checked += [op] if told and results.isdisjoint(refs(call.outputs)) else []
+                checks_only = bool(users) and all(op_record(user.name).tells for user in users)
+                checked += [op] if checks_only and results.isdisjoint(refs(call.outputs)) else []
     return checked
 
 
@@ -218,8 +218,8 @@ class Picks:
         inputs, outputs = self.flow.inputs[index], self.flow.outputs[index]
         counting = set[int]().union(*(self.counts.get(t, set()) for t in inputs))
         of_positions, of_rows = [t for t in inputs if self.positions.dims_of(t)], [t for t in inputs if t in self.rows]
-        told = any(op_record(self.trace.ops[op].name).tells for op in range(*self.trace.calls[index].ops))
-        if told and (counting or of_positions or of_rows) and not any(map(self.positions.dims_of, outputs)):
+        reads_values = any(op_record(self.trace.ops[op].name).tells for op in range(*self.trace.calls[index].ops))
+        if reads_values and (counting or of_positions or of_rows) and not any(map(self.positions.dims_of, outputs)):
             self.asking.add(index)
         if counting and not self._only_selects(index):
             among_positions = bool(of_positions or of_rows)
@@ -236,10 +236,10 @@ class Picks:
         elif crossed <= _PICKED and self._by_rows(index):
             self.calls.add(index)
             self.rows.update(t for t in outputs if not self.positions.dims_of(t))
-            made = {
+            results = {
                 find(leaf) for t in self.rows.intersection(outputs) for term in self.axes.of(t) for leaf in leaves(term)
             }
-            self.places |= {leaf for leaf in made if Event.INDEX in self._marked(index, {leaf})}
+            self.places |= {leaf for leaf in results if Event.INDEX in self._marked(index, {leaf})}
         return set()
 
     def _marked(self, index: int, along: Collection[Term]) -> set[str]:
@@ -284,17 +284,17 @@ class Picks:
         """Yield the dims along which a call takes a part of a value, and by what."""
         record, shape = call_record(call.name), self.trace.tensors[source].shape
         if isinstance(record.sizes, Indexed):
-            given = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-            items = [item for item in given if item is not None]
+            dims = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+            items = [item for item in dims if item is not None]
             many = [self._covered(item) for item in items]
             place = 0
             for number, item in enumerate(items):
                 yield from ((dim, item) for dim in range(place, place + many[number]) if item != slice(None))
                 place = len(shape) - sum(many[number + 1 :]) if item is Ellipsis else place + many[number]
         elif record.along is not None:
-            given = call.args[record.along.dim : record.along.dim + 1] or (call.kwargs.get("dim", 0),)
+            dims = call.args[record.along.dim : record.along.dim + 1] or (call.kwargs.get("dim", 0),)
             by = call.args[2] if record.along.what == "picks" and len(call.args) > 2 else None
-            yield (given[0] % len(shape) if isinstance(given[0], int) else 0), by
+            yield (dims[0] % len(shape) if isinstance(dims[0], int) else 0), by
 
     def _covered(self, item: object) -> int:
         """Return how many dims an index stands for."""

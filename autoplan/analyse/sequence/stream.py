@@ -71,7 +71,7 @@ class Stream(CutStream):
         if self.context and PICKING not in self.gathered:
             picks = Picks(self.shards, self.flow, self.positions, self.gathered)
             self.picking, self.rows, self.asking = picks.calls, picks.rows, picks.asking
-        self.first_call = min((*(start.first for start in self.starts), *(made.last for made in self.made_at)))
+        self.first_call = min((*(start.first for start in self.starts), *(maker.last for maker in self.made_at)))
         self.last_call = max(v.calls[1] for _, v in visits)
         return True
 

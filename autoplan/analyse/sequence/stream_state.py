@@ -101,10 +101,10 @@ class CutStream:
         alike = {entry for _, v in blocks if v.module != blocks[0][1].module for entry in v.inputs}  # encoders' outputs
         entries = [entry for _, v in first for entry in v.inputs if entry not in alike]
         carrying = [entry for entry in entries if entry[1] in self.flow.carries]
-        given = (
+        tensors = (
             entry for entry in entries if (info := self.trace.tensors[entry[1]]).kind == "input" and info.differentiable
         )
-        entries = carrying or list(given)  # blocks may take in the model's own input
+        entries = carrying or list(tensors)  # blocks may take in the model's own input
         path = next((p for p, t in entries if self._axis(t) is not None), None)
         for number, visit in first:
             tensor = dict(visit.inputs).get(path) if path is not None else None
@@ -193,11 +193,16 @@ class CutStream:
         if not (self.context and call.module and len(ops) == len(cut) == 1 and ops[0] == call.ops[1] - 1):
             return None
         op, (source,) = self.trace.ops[ops[0]], cut
-        known = sums_over(op, len(self.trace.tensors[source].shape)) if [*refs(op.args)] == [source] else None
+        summed_dims = sums_over(op, len(self.trace.tensors[source].shape)) if [*refs(op.args)] == [source] else None
         apart = call.source in self.told_unevenly or any(map(self.positions.dims_of, self.flow.outputs[index]))
-        if known is None or apart or not {*self.positions.dims_of(source)} <= {*known[1]} or self._skippable(index):
+        if (
+            summed_dims is None
+            or apart
+            or not {*self.positions.dims_of(source)} <= {*summed_dims[1]}
+            or self._skippable(index)
+        ):
             return None
-        return known[0] if self.positions.plain_dim(source) is not None else None
+        return summed_dims[0] if self.positions.plain_dim(source) is not None else None
 
     def _skippable(self, index: int) -> bool:
         """Return whether a rank might not reach a call: code before it asked how many of its own positions it picks."""

@@ -122,14 +122,16 @@ def sizes_of(length: Symbolic) -> set[object]:
 def own_queries(shards: Shards, flow: CallFlow, positions: Positions) -> dict[int, set[int]]:
     """Return the calls that a rank can run for own queries, with these, their keys and values."""
     calls, tensors = enumerate(shards.trace.calls), shards.trace.tensors
-    given: dict[int, tuple[list[int], int]] = {}
+    lengths_at: dict[int, tuple[list[int], int]] = {}
     for index, call in calls:
         first = list(refs(call.args[:3]))
         if call_record(call.name).causal is not None:
-            given[index] = first, -2
+            lengths_at[index] = first, -2
         elif call_record(call.name).pays is Reduction.ATTENTION and first:  # torch's, with the batch second
-            given[index] = first, -2 if len(tensors[first[0]].shape) == 2 else -3
-    return {i: set(first) for i, (first, dim) in given.items() if _is_apart(i, first, dim, shards, flow, positions)}
+            lengths_at[index] = first, -2 if len(tensors[first[0]].shape) == 2 else -3
+    return {
+        i: set(first) for i, (first, dim) in lengths_at.items() if _is_apart(i, first, dim, shards, flow, positions)
+    }
 
 
 def _is_apart(index: int, first: list[int], dim: int, shards: Shards, flow: CallFlow, positions: Positions) -> bool:
@@ -149,7 +151,7 @@ def _is_apart(index: int, first: list[int], dim: int, shards: Shards, flow: Call
 
 def attended(calls: dict[int, SequenceName], shards: Shards) -> tuple[AttendAcross, ...]:
     """Return the instructions for these calls."""
-    made = {index: shards.trace.calls[index] for index in calls}
+    calls_at = {index: shards.trace.calls[index] for index in calls}
     check_places(dict.fromkeys(calls), shards)
     return tuple(
         dict.fromkeys(
@@ -159,7 +161,7 @@ def attended(calls: dict[int, SequenceName], shards: Shards) -> tuple[AttendAcro
                 calls[index],
                 gathers=(1, 2) if call.args[1] != call.args[2] else (1,),
             )
-            for index, call in made.items()
+            for index, call in calls_at.items()
         )
     )
 

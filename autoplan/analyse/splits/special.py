@@ -141,12 +141,12 @@ def _with_logits(trace: Trace, context: bool, own_loss: bool) -> Trace:
             if not call_record(trace.calls[number].name).loss_of_columns:
                 continue
             shown = [t for t in _shown_in(trace.calls[number], trace, made_by) if t in made_by]
-            made = {places.get(made_by[t]): t for t in shown}
-            place = next((place for place in made if place in returned), None)
+            makers = {places.get(made_by[t]): t for t in shown}
+            place = next((place for place in makers if place in returned), None)
             path = returned.get(place, ())
             scalar = path in outputs and not trace.tensors[outputs[path]].shape
             if place is not None and (scalar or (path not in outputs and all(isinstance(p[0], str) for p in outputs))):
-                visits[at] = replace(visits[at], outputs=(*visits[at].outputs, (path, made[place])))
+                visits[at] = replace(visits[at], outputs=(*visits[at].outputs, (path, makers[place])))
             elif not own_loss and place is None and shown and known.isdisjoint(shown) and shown[-1] in handed:
                 visits[at] = replace(visits[at], outputs=(*visits[at].outputs, ((UNRETURNED, number), shown[-1])))
     return replace(trace, visits=tuple(visits))

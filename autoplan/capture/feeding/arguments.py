@@ -77,10 +77,10 @@ class Arguments:
         optional = [p for p in (*named, *stars) if p not in required and (p in stars or is_nothing(p.default))]
         if not required and optional:
             required, optional = optional[:1], optional[1:]
-        told = [p for p in named if usual_names().loss_switches.search(p.name)]
+        switches = [p for p in named if usual_names().loss_switches.search(p.name)]
         words = conventions().target_words
-        losses = [p for p in optional if p in told or any(word in p.name.lower() for word in words)]
-        losses += [p for p in told if p.default is False]
+        losses = [p for p in optional if p in switches or any(word in p.name.lower() for word in words)]
+        losses += [p for p in switches if p.default is False]
         text = f"{name}.forward{signature}"
         return Arguments(model, tuple(required), tuple(optional), text, rest is not None, tuple(losses))
 
@@ -194,8 +194,8 @@ def _record(annotation: Any, model: nn.Module) -> Want | None:
         return None
     cls: Any = annotation
     if dataclasses.is_dataclass(annotation):
-        wanted = [one for one in dataclasses.fields(annotation) if one.init and one.default is dataclasses.MISSING]
-        fields = [one.name for one in wanted if one.default_factory is dataclasses.MISSING]
+        wanted = [item for item in dataclasses.fields(annotation) if item.init and item.default is dataclasses.MISSING]
+        fields = [item.name for item in wanted if item.default_factory is dataclasses.MISSING]
         return of_items("record", {name: field_of(annotation, name) for name in fields}, model, annotation)
     if typing.is_typeddict(annotation):
         fields = [name for name in cls.__annotations__ if name in cls.__required_keys__]

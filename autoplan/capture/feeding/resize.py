@@ -80,13 +80,15 @@ def _in_ratio(
     for path, dim, size in made:
         for other in better(size, have, want):
             yield from state.with_dim(path, dim, other)
-    widths = [one for one in made if one[1] == len(_shape(state, one[0])) - 1 and _shape(state, one[0])[-1] != "side"]
+    widths = [
+        each for each in made if each[1] == len(_shape(state, each[0])) - 1 and _shape(state, each[0])[-1] != "side"
+    ]
     for size in dict.fromkeys(size for _, _, size in widths):  # arguments of one width were concatenated
-        alike = [(path, dim) for path, dim, one in widths if one == size]
+        alike = [(path, dim) for path, dim, each in widths if each == size]
         for other in better(size, have, want) if len({path for path, _ in alike}) > 1 else ():
             together = [state]
             for path, dim in alike:
-                together = [new for one in together for new in one.with_dim(path, dim, other)][-1:]
+                together = [new for each in together for new in each.with_dim(path, dim, other)][-1:]
             yield from together
 
 

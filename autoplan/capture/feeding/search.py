@@ -286,7 +286,7 @@ class Search:
 
     def with_masks(self, state: State, other: State | None) -> State | None:
         """Return the call with the masks that it may take, if it runs in both sizes: a path of its own."""
-        call, sizes = state, [one.named for one in (state, other) if one is not None]
+        call, sizes = state, [each.named for each in (state, other) if each is not None]
         with untouched_randomness(self.seed), quiet():
             for parameter in self.arguments.optional if state.wants else ():
                 wants = list(itertools.islice(self.arguments.usual(parameter), _MOST_MASKS))

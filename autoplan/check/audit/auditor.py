@@ -128,7 +128,10 @@ def _findings(subject: Audited) -> Iterable[Finding]:
     findings: list[Finding] = []
     for check in CHECKS:
         own = check.run(subject, tuple(findings))
-        findings += [replace(one, hint=f"{one.hint} (not audited)") if check.rows and one.hint else one for one in own]
+        findings += [
+            replace(finding, hint=f"{finding.hint} (not audited)") if check.rows and finding.hint else finding
+            for finding in own
+        ]
     return findings
 
 

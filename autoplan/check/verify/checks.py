@@ -83,15 +83,15 @@ def inputs(subject: Subject) -> Observation:
     """Return the gradients of inputs that nobody asked for: those of an attack, a penalty, a map of what matters.
     Where that changes nothing else, `forward` asks for them, and no call is made for them alone (sharded.py)."""
     seen = Observation()
-    for feed, given in subject.feeds.items():
-        asked = may_ask(subject, given)
-        if asked or subject.asks:
-            call = subject.forward_and_backward({**given, **asked})
-            found = {name: call["inputs"][name] for name in asked if name in call["inputs"]}
-            others = {name: x for name, x in call["outputs"].items() if name not in map(gradient_of, asked)}
+    for feed, feed_inputs in subject.feeds.items():
+        differentiable = may_ask(subject, feed_inputs)
+        if differentiable or subject.asks:
+            call = subject.forward_and_backward({**feed_inputs, **differentiable})
+            tensors = {name: call["inputs"][name] for name in differentiable if name in call["inputs"]}
+            others = {name: x for name, x in call["outputs"].items() if name not in map(gradient_of, differentiable)}
             seen[Group(f"{feed} gradient", gradient=True)] = call["gradients"]
             seen[Group(f"{feed} output", output=True)] = others
-            seen |= {Group(f"{feed} input", gradient=True, asked=True): found} if asked else {}
+            seen |= {Group(f"{feed} input", gradient=True, asked=True): tensors} if differentiable else {}
     return seen
 
 

@@ -110,17 +110,17 @@ def _shorter(model: Any, feeds: Mapping[str, Any], config: Any) -> dict[str, Any
     would refuse; none for a model that a config describes. Positions: dim 1 of the first token ids or sequence of
     vectors, and all dims of that size."""
     shorter = {}
-    for name, given in calls_the_model(feeds).items() if config is None else ():
-        tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    for name, feed in calls_the_model(feeds).items() if config is None else ():
+        tensors = {key: value for key, value in feed.items() if isinstance(value, torch.Tensor)}
         long = next((x.size(1) for x in tensors.values() if x.dim() == 2 + x.is_floating_point()), 0)
         if long > 5:  # to a length that divides by 4 but for 1, so that a multiple is padded
-            shorter[name] = {**given, **{key: _cropped(x, long, (long - 2) // 4 * 4 + 1) for key, x in tensors.items()}}
+            shorter[name] = {**feed, **{key: _cropped(x, long, (long - 2) // 4 * 4 + 1) for key, x in tensors.items()}}
     try:
         _needs_lifting(model, shorter)
     except CANNOT_RUN:
         return {}
     taken = with_other_paths(model, feeds, shorter).feeds.values() if shorter else ()
-    return {name: one for name, one in shorter.items() if all(one is not other for other in taken)}
+    return {name: call for name, call in shorter.items() if all(call is not other for other in taken)}
 
 
 class _Listing(TorchDispatchMode):
@@ -140,13 +140,13 @@ def _of_one_token(model: Any, feeds: Mapping[str, Any]) -> dict[str, Any]:
     tokens nothing is picked for some, and code may leave out what it does for them."""
     alike = dict[str, Any]()
     with torch.no_grad(), _Listing() as listing, suppress(*CANNOT_RUN):
-        for name, given in calls_the_model(feeds).items():
-            call(copied(model), own(dict(given)))
-            items = ((key, x) for key, x in given.items() if isinstance(x, torch.Tensor))
+        for name, feed in calls_the_model(feeds).items():
+            call(copied(model), own(dict(feed)))
+            items = ((key, x) for key, x in feed.items() if isinstance(x, torch.Tensor))
             first = {key: x[:1, :1].expand_as(x).clone() for key, x in items if x.dim() == 2 + x.is_floating_point()}
             if listing.lists and first:
-                call(copied(model), own({**given, **first}))
-                alike[f"{name}, all positions alike"] = {**given, **first}
+                call(copied(model), own({**feed, **first}))
+                alike[f"{name}, all positions alike"] = {**feed, **first}
     return alike
 
 

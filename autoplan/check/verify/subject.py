@@ -260,7 +260,7 @@ def _placed(value: Any, device: torch.device) -> Any:
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Put back parameters, buffers, attributes of modules and parameters, and what is in their containers."""
-    same: dict[int, Any] = {id(one): one for one in (*model.modules(), *_tensors(model))}
+    same: dict[int, Any] = {id(part): part for part in (*model.modules(), *_tensors(model))}
     owners = (*model.modules(), *model.parameters())
     undo = [*map(_of_tensor, _tensors(model)), *(_of_container(vars(owner), same) for owner in owners)]
     try:
@@ -364,7 +364,7 @@ def _flat(items: list[Any]) -> list[Any]:
 def kept_in(model: nn.Module) -> dict[tuple[str, ...], Any]:
     """Return copies of buffers, tensors in plain attributes of modules and parameters by identity, and plain values in
     such attributes."""
-    kept: dict[tuple[str, ...], Any] = {
+    values: dict[tuple[str, ...], Any] = {
         (name,): buffer.detach().clone() for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)
     }
     for name, owner in (*model.named_modules(), *model.named_parameters()):
@@ -372,10 +372,10 @@ def kept_in(model: nn.Module) -> dict[tuple[str, ...], Any]:
             if key in _OF_TORCH:
                 continue
             if isinstance(value, bool | int | float | str):
-                kept[name, key] = value
+                values[name, key] = value
             elif isinstance(value, (torch.Tensor, dict, list, tuple)):
-                kept[name, key] = [id(tensor) for _, tensor in flatten_tensors(value)]
-    return kept
+                values[name, key] = [id(tensor) for _, tensor in flatten_tensors(value)]
+    return values
 
 
 def unchanged(before: dict[tuple[str, ...], Any], after: dict[tuple[str, ...], Any]) -> bool:

@@ -195,8 +195,8 @@ def verify_source(
     if rounding:
         from autoplan.check.verify.rounding import measure_rounding
 
-        asked: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
-        details["rounding"] = measure_rounding(clone.model, clone.feeds, applied, **asked)
+        options: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
+        details["rounding"] = measure_rounding(clone.model, clone.feeds, applied, **options)
     findings = [*report.findings, *findings, *whole_blocks(plan or applied)]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 

@@ -60,8 +60,8 @@ def _box(
     lit = others is not None and cuts != others
     last = max((dim for dim, _ in cuts.values() if dim is not None), default=-1)
     tone = next((_TONES[word] for word in verdicts if word in _TONES), tone_of(last)) + " lit" * lit
-    said = dict.fromkeys(text for _, text in cuts.values())
-    lines = (*said, *(f"plan: {word}" for word in verdicts), *(("differs",) if lit else ()))
+    texts = dict.fromkeys(text for _, text in cuts.values())
+    lines = (*texts, *(f"plan: {word}" for word in verdicts), *(("differs",) if lit else ()))
     return Box(name, path, lines, findings=findings_about(findings, path), tone=tone)
 
 

@@ -145,9 +145,9 @@ def choice_view(choice: Any) -> RenderableType:
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {size_text(choice.memory)}"
     head += f" ({choice.margin:.0%} left free)" if choice.margin else ""
     if choice.rows:
-        asked = choice.rows[0].estimate
-        head += f": {asked.train}, " + (f"sequences of {asked.sequence} tokens, " if asked.sequence else "")
-        head += asked.weights_text + (f", {asked.optimizer}" if asked.optimizer else "")
+        estimate = choice.rows[0].estimate
+        head += f": {estimate.train}, " + (f"sequences of {estimate.sequence} tokens, " if estimate.sequence else "")
+        head += estimate.weights_text + (f", {estimate.optimizer}" if estimate.optimizer else "")
         head += "".join(f", {text}" for text in choice.how)
     fit = Text(f"{fitting} of {len(choice.rows)} configurations fit")
     return Group(Text(head), fit, Text(""), table, Text(""), *map(Text, choice_reasons(choice)))
@@ -251,8 +251,8 @@ def dry_run_view(found: Any) -> RenderableType:
 
 
 def dry_run_to_dict(found: Any) -> dict[str, Any]:
-    messages = [{"kind": one.kind, "dim": one.dim, "module": one.module, "sent": one.sent, "received": one.received}
-                for one in found.messages]  # fmt: skip
+    messages = [{"kind": m.kind, "dim": m.dim, "module": m.module, "sent": m.sent, "received": m.received}
+                for m in found.messages]  # fmt: skip
     return {"model": found.model, "mesh": dict(found.mesh), "rank": found.rank, "batch": found.batch,
             "sequence": found.sequence, "dtype": found.dtype, "dtype_origin": found.dtype_origin,
             "how": list(found.how), "notes": list(found.notes), "outputs": dict(found.outputs),
@@ -273,7 +273,7 @@ def rank_weights(plan: Plan) -> tuple[int, int]:
 
 def messages_of_a_block(plan: Plan) -> str:
     """Return the number of messages of the kind of block that sends the most."""
-    sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
+    sums = [sum(n for n, _ in (*block.forward.values(), *block.backward.values())) for block in plan.communication]
     return str(max(sums)) if sums else "0" if plan.ranks == 1 else "-"
 
 

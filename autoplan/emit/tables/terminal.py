@@ -174,7 +174,7 @@ def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     same: dict[Finding, dict[str, None]] = {}  # what says the same, and of which places
     for finding in findings:
         same.setdefault(replace(finding, where=""), {})[finding.where] = None
-    for finding in (replace(said, where=few([*names])) for said, names in same.items()):
+    for finding in (replace(first, where=few([*names])) for first, names in same.items()):
         by_check.setdefault((finding.check, finding.level), []).append(finding)
     for alike in by_check.values():
         for finding in alike[:_ALIKE]:
@@ -333,16 +333,10 @@ class EntryTable:
 def _by_parent(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
     """Yield neighbours under their common parent, and all modules of one part of a block together, although equal parts
     of other blocks lie between them; a single module keeps its path if that is short."""
-    groups: list[tuple[str, list[Entry]]] = []
-    of_blocks: dict[str, list[Entry]] = {}
-    for parent, members in groupby(entries, key=lambda entry: entry.pattern.rpartition(".")[0]):
-        if parent in of_blocks:
-            of_blocks[parent] += members
-            continue
-        groups.append((parent, list(members)))
-        if "*" in starred(parent):
-            of_blocks[parent] = groups[-1][1]
-    for parent, group in groups:
+    groups: dict[tuple[str, int], list[Entry]] = {}
+    for number, (parent, members) in enumerate(groupby(entries, key=lambda entry: entry.pattern.rpartition(".")[0])):
+        groups.setdefault((parent, 0 if "*" in starred(parent) else number), []).extend(members)
+    for (parent, _), group in groups.items():
         alone = len(group) == 1 and len(group[0].pattern) <= _LONG_PATH
         yield ("" if alone else parent), group
 

@@ -133,8 +133,8 @@ class ExpertsOfARank:
         foreign = (index < self.own.start) | (index >= self.own.stop)
         index = (index - self.own.start).masked_fill(foreign, 0)
         weights = weights.masked_fill(foreign, 0)
-        known = not (torch.compiler.is_compiling() or index.is_meta or not len(index))  # how many there are
-        if known and index.dim() == tokens.dim() == _TOKENS_AND_CHOICES:
+        length_is_known = not (torch.compiler.is_compiling() or index.is_meta or not len(index))  # how many there are
+        if length_is_known and index.dim() == tokens.dim() == _TOKENS_AND_CHOICES:
             rows, choices = _pairs(foreign, share=-(-self.site.experts // len(self.own)))
             self.kept.append((rows, len(tokens)))
             tokens, index, weights = tokens[rows], index[rows, choices, None], weights[rows, choices, None]

@@ -141,11 +141,11 @@ def _attend(planned: AttendAcross, at: At, func: Any, args: Any, kwargs: Any) ->
     (query, key, value), length = args[:3], running.lengths[name]
     dim = -2 if fused or query.dim() == 2 else -3
     own = positions_of_a_rank(length, group)
-    given, mask = [x.size(dim) for x in (query, key, value)], options.get("attn_mask")
-    if given != [own] * 3 or (mask is not None and mask.size(-2) not in (1, length)):
-        given += [] if mask is None else [mask.size(-2)]
+    lengths, mask = [x.size(dim) for x in (query, key, value)], options.get("attn_mask")
+    if lengths != [own] * 3 or (mask is not None and mask.size(-2) not in (1, length)):
+        lengths += [] if mask is None else [mask.size(-2)]
         raise other_branch(
-            f"{where} gets {given} positions, and a rank has {own} of {length} (a cache? "
+            f"{where} gets {lengths} positions, and a rank has {own} of {length} (a cache? "
             f"{conventions().cache_switch}=False)"
         )
     if own == 1 < length:

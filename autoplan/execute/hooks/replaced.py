@@ -196,10 +196,10 @@ class _Dense(Hooks):
         self.real: torch.Tensor | None = None  # the positions that are no padding, where the others become zeros
 
     def begin(self, module: Any, args: Any, kwargs: Any) -> None:
-        given = dict(zip(_NAMES, args, strict=False)) | kwargs
-        source, padding = given["src"], given.get("src_key_padding_mask")
+        options = dict(zip(_NAMES, args, strict=False)) | kwargs
+        source, padding = options["src"], options.get("src_key_padding_mask")
         with DisableTorchFunction():
-            if padding is not None and _packs(module, source, given.get("mask")):
+            if padding is not None and _packs(module, source, options.get("mask")):
                 real = padding.logical_not()
                 aligned = bool((real.int().diff(dim=1) <= 0).all())
                 self.real = real if aligned or not module.mask_check else None

@@ -60,10 +60,10 @@ def _refuse_compiled_moves(model: nn.Module) -> None:
     """Over cp, refuse compiled code in which positions are exchanged: it cannot read a stream of which each rank holds
     its own positions, and ranks would wait for each other."""
     compiled = ((name, part) for name, part in model.named_modules() if runs_compiled(part))
-    found = next(((name, at) for name, part in compiled if (at := moved_inside(part))), None)
-    if found is None and not (torch.compiler.is_compiling() or called_by_compiled_code()):
+    compiled_move = next(((name, at) for name, part in compiled if (at := moved_inside(part))), None)
+    if compiled_move is None and not (torch.compiler.is_compiling() or called_by_compiled_code()):
         return
-    name, at = found or ("", "")
+    name, at = compiled_move or ("", "")
     what = f"{name} (positions are moved at {at})" if name and at != name else name or "the model"
     blocks = ((name, part) for name, part in model.named_modules() if next(part.children(), None))
     free = next((name for name, part in blocks if not moved_inside(part)), "")
@@ -92,7 +92,7 @@ class Root(Hooks):
         at = At(model, "", self.names, running)
         outputs = [boundary for boundary in seen.of(Boundary) if is_at_exit(boundary)]
         self.forms = {*running.outputs, *(output.path for output in outputs)}
-        self.outputs = [(one.path, execute(one, at)) for one in outputs]
+        self.outputs = [(instruction.path, execute(instruction, at)) for instruction in outputs]
         self.unseen = UnseenOutputs(seen, self.names, running.group)
         self.unseen.partial = running.context
         self.target_words = conventions().target_words
@@ -259,7 +259,10 @@ def can_run_whole(plan: Plan) -> bool:
         return False
     alike = (SequenceBoundary, AttendAcross)
     parts = (Exchange, ReduceScatterSequence)
-    return all(isinstance(one, alike) and not isinstance(one, parts) for one in plan.runtime.instructions)
+    return all(
+        isinstance(instruction, alike) and not isinstance(instruction, parts)
+        for instruction in plan.runtime.instructions
+    )
 
 
 def runs_whole(arguments: dict[str, Any]) -> bool:

@@ -162,10 +162,10 @@ class UnseenOutputs:
             if path[:1] in self.names or (not alike and len(path) >= _OF_LAYERS):
                 continue
             strange = self._strange(path, tensor) if alike and path in self.seen else ()
-            known = strange is None
-            if known and not self.shorter or isinstance(tensor, DTensor) and not strange or tensor.dim() == 0:
+            is_known = strange is None
+            if is_known and not self.shorter or isinstance(tensor, DTensor) and not strange or tensor.dim() == 0:
                 continue
-            if self.partial and tensor.requires_grad and not known:
+            if self.partial and tensor.requires_grad and not is_known:
                 name = ".".join(map(str, path))
                 raise PlanMismatchError(
                     f"output {name!r} requires grad, but was not returned in any recorded call, so its gradient "
@@ -177,7 +177,7 @@ class UnseenOutputs:
                 if isinstance(tensor, DTensor) or not self._agrees(tensor.detach()):
                     raise _refusal(path, tensor, strange or ())
                 self.whole.add(compared)
-            if gradient_is_summed(tensor) and not known:
+            if gradient_is_summed(tensor) and not is_known:
                 part = partial(scale_gradient, vector=1.0 / self.group.size)
                 output = change_at(output, path, part, "the model")
         return output

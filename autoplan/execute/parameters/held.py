@@ -307,8 +307,8 @@ def held_of_memory(x: DTensor) -> Held | None:
     place = _place(x)
     for parameter in parameters_of(list(_marked)):
         held = held_by(parameter)
-        for one in (parameter, parameter.grad) if held is not None else ():
-            if isinstance(one, DTensor) and _place(one) == place:
+        for candidate in (parameter, parameter.grad) if held is not None else ():
+            if isinstance(candidate, DTensor) and _place(candidate) == place:
                 return held
     return None
 

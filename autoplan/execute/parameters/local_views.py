@@ -204,9 +204,13 @@ def _one_view(name: str, parameter: Any, record: ModuleRecord) -> Any:
         return local_view(parameter, held, record.summed.get(name))
     local, key = local_part(parameter), (id(local_part(parameter)), torch.is_grad_enabled())
     alone = not (held is not None and (held.read is not None or held.divide)) and not torch.is_inference_mode_enabled()
-    kept = reading.views.get(key) if alone else None
-    if kept is not None and (kept[2] is held or kept[2] == held) and kept[3].requires_grad is parameter.requires_grad:
-        return kept[3]
+    earlier = reading.views.get(key) if alone else None
+    if (
+        earlier is not None
+        and (earlier[2] is held or earlier[2] == held)
+        and earlier[3].requires_grad is parameter.requires_grad
+    ):
+        return earlier[3]
     view = local_view(parameter, held, record.summed.get(name))
     if view is not parameter and view is not None:
         vars(view).update(attributes_of(parameter))

@@ -59,8 +59,8 @@ def local_view(
     # last, so that what autograd saves for it is saved by the module's own run, and again by a checkpoint's
     if held is not None and held.divide and held.group.size > 1 and lies_on_tp:
         local = part_of_sum(local, held.group.size)
-    asked = parameter.requires_grad and not local.requires_grad  # also where no gradients are recorded
-    return local.detach().requires_grad_() if asked and not torch.compiler.is_compiling() else local
+    wants_gradient = parameter.requires_grad and not local.requires_grad  # also where no gradients are recorded
+    return local.detach().requires_grad_() if wants_gradient and not torch.compiler.is_compiling() else local
 
 
 def held_view(parameter: Any, held: Held | None) -> Any:

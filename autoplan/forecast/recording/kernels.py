@@ -92,8 +92,10 @@ def _fused(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
     """None where the op of a CPU keeps what that of a GPU keeps."""
-    tensors = [one for one in (query, key, value, attn_mask) if one is not None]
-    if any(isinstance(one, DTensor) or one.dim() != 4 for one in tensors) or not (query.is_meta or is_fake(query)):
+    tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    if any(isinstance(tensor, DTensor) or tensor.dim() != 4 for tensor in tensors) or not (
+        query.is_meta or is_fake(query)
+    ):
         return None  # a step that runs for real
     alike, shared = query.shape[-1] == value.shape[-1], query.shape[1] != key.shape[1]
     if attn_mask is not None and attn_mask.stride(-1) != 1 and attn_mask.shape[-1] != 1:

@@ -47,9 +47,9 @@ class KnownOps:
         entry = _made[known]
         if entry is None:
             return func(*args, **kwargs)
-        kind, made = entry
+        kind, results_made = entry
         results = []
-        for at, viewed, like in made:
+        for at, viewed, like in results_made:
             base = tensors[at] if at >= 0 else None
             results.append(base if base is not None and not viewed else fake_like(self.mode, base, *like))
         return results[0] if kind is FakeTensor else kind(results)
@@ -90,13 +90,13 @@ def _entry(func: Any, tensors: list[torch.Tensor], key: list[Any], result: Any) 
     if schema_of(func).is_mutable and any(_like(t) != was for t, was in zip(tensors, described, strict=True)):
         return None
     places = {storage_id(tensor): at for at, tensor in reversed(list(enumerate(tensors)))}
-    made: list[Made] = []
+    forms: list[Made] = []
     for one in results:
         at = next((n for n, tensor in enumerate(tensors) if tensor is one), -1)
         shared = places.get(storage_id(one), -1)
-        made.append((at, False, None) if at >= 0 else (shared, shared >= 0, _like(one)[:-1]))
+        forms.append((at, False, None) if at >= 0 else (shared, shared >= 0, _like(one)[:-1]))
         if shared < 0:
             places[storage_id(one)] = len(tensors)  # of another result
         elif shared == len(tensors):
             return None
-    return kind, tuple(made)
+    return kind, tuple(forms)

@@ -237,9 +237,9 @@ class _Watching(DispatchMode):
         log.held(held_meanwhile(func, args))
         if not collective and not func.is_view and results:
             inputs = list(tensors_within((args, kwargs)))
-            read, made = log.sized(inputs), log.sized(results)
+            read, written = log.sized(inputs), log.sized(results)
             flops = flops_of(func, args, kwargs, result)
-            fused, moved = log.fusion.moved(read, made, flops > 0), sum(size for _, size in (*read, *made))
+            fused, moved = log.fusion.moved(read, written, flops > 0), sum(size for _, size in (*read, *written))
             dtype = str(results[0].dtype).removeprefix("torch.")
             if is_attention(func):  # what a fused kernel of attention reads is in its rate
                 dtype, fused, moved = ATTENTION + dtype, 0, 0

@@ -171,8 +171,8 @@ class _Maker:
         return self.described({n: r for n, r in rules if not r.get("drop") and (self.takes(n) or variable)})
 
     def described(self, rules: Mapping[str, Any]) -> dict[str, Any]:
-        known = {"batch": self.batch, "length": self.length, "config": self.config, "model": self.model}
-        return {name: self.draw.described(rule, known) for name, rule in rules.items()}
+        fields = {"batch": self.batch, "length": self.length, "config": self.config, "model": self.model}
+        return {name: self.draw.described(rule, fields) for name, rule in rules.items()}
 
     def sound(self, name: str = "") -> torch.Tensor:
         """Return a spectrogram or a waveform."""

@@ -94,11 +94,11 @@ _FIRST = ("image", "audio", "video")  # a prompt with an image runs the text mod
 
 
 def _example(source: Source, module: nn.Module, users: Any, batch: int, length: int) -> dict[str, Any]:
-    made = make_inputs(
+    inputs = make_inputs(
         module, config=source.config, model_type=source.model_type, inputs=users, batch=batch, length=length
     )
-    names = [name for name, feed in made.feeds.items() if "@module" not in feed]
-    return dict(made.feeds[next((name for name in _FIRST if name in names), names[0])])
+    names = [name for name, feed in inputs.feeds.items() if "@module" not in feed]
+    return dict(inputs.feeds[next((name for name in _FIRST if name in names), names[0])])
 
 
 def step_inputs(

@@ -170,7 +170,7 @@ _BNB_BLOCK = 64
 def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
     """Return, as plain data, the first `quantization_config` of a config or of those inside it."""
     settings = (getattr(config, "quantization_config", None) for config in configs)
-    first: Any = next((one for one in settings if one is not None), {})
+    first: Any = next((setting for setting in settings if setting is not None), {})
     return (dict(first) if isinstance(first, Mapping) else first.to_dict()) or None
 
 
@@ -242,8 +242,8 @@ def _gptq(data: Mapping[str, Any]) -> Method:
         return scheme_of("gptq", form, bits=bits, group=group, pack=pack, words=words, one_more=one_more)
 
     dynamic = data.get("dynamic") or {}
-    kept = {f"re:{key.removeprefix('+:')}": said for key, said in dynamic.items() if not key.startswith("-:")}
-    own = tuple(Group(scheme({**data, **said}), names=(pattern,)) for pattern, said in kept.items())
+    overrides = {f"re:{key.removeprefix('+:')}": said for key, said in dynamic.items() if not key.startswith("-:")}
+    own = tuple(Group(scheme({**data, **said}), names=(pattern,)) for pattern, said in overrides.items())
     skipped = tuple(f"re:{key[2:]}" for key in dynamic if key.startswith("-:"))
     inside = data.get("modules_in_block_to_quantize")
     only = tuple(name for names in inside for name in ([names] if isinstance(names, str) else names)) if inside else ()

@@ -1,7 +1,7 @@
 """The checks of `autoplan audit`, in the order in which they run and are listed.
 
-Each is a function: its name, a docstring that is its documentation, and what it does, `(check, subject, found)`, which
-yields findings under the name `check` (`found` are those of the checks before it).
+Each is a function: its name, a docstring that is its documentation, and what it does, `(check, subject, earlier)`,
+which yields findings under the name `check` (`earlier` are those of the checks before it).
 
 In: an Audited, which holds the plan against the model. Out: findings. May import: what check may.
 """

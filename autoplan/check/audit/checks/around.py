@@ -19,7 +19,7 @@ from autoplan.values import Finding, SplitLogits
 _ALLOWED = 1e-5
 
 
-def embeddings(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def embeddings(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """embeddings: a token table that stays whole, or a table of positions that is cut.
 
     A token table cut by rows is looked up on each rank and summed; whole, it costs its bytes on every rank. A position
@@ -48,7 +48,7 @@ def embeddings(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iter
 _FP32_COPIES = 5  # [tokens, vocabulary] tensors that a float32 cross-entropy keeps, as measured on a public report
 
 
-def heads_gather(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def heads_gather(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """heads-gather: the vocabulary head gathers its logits on every rank, or stays whole.
 
     Split logits are 1/tp of what is often a step's largest tensor, and the loss can be computed on them. Gathered, the
@@ -80,7 +80,7 @@ def gather_bytes(subject: Audited, rows: int) -> tuple[int, int]:
     return 2 * whole, round((1 + 2 * _FP32_COPIES) * whole * (subject.tp_size - 1) / subject.tp_size)
 
 
-def adapters(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def adapters(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """adapters: the weight has moved below the module that the plan names (`q_proj` holds `q_proj.base_layer`).
 
     The key still matches a module and reaches no weight: the base weight stays whole, or is cut apart from the
@@ -103,7 +103,7 @@ def adapters(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
             yield Finding(check, "warn", line.pattern, text, hint, size)
 
 
-def frozen(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def frozen(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """frozen: parameters that were frozen become trainable when the plan is carried out.
 
     A style replaces each parameter by a new one, which asks for gradients unless told otherwise (torch's
@@ -125,7 +125,7 @@ def frozen(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator
         yield Finding(check, "error", few(places), text, hint, size, proof, places=places)
 
 
-def mixed_parameters(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def mixed_parameters(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """mixed-parameters: some parameters become DTensors and others stay plain tensors.
 
     `clip_grad_norm_` and the foreach optimizers then refuse, or count a replicated weight once per rank. Every
@@ -145,7 +145,7 @@ def mixed_parameters(check: str, subject: Audited, found: tuple[Finding, ...]) -
         yield Finding(check, "warn", "", text, hint, sum(w.bytes for w in plain))
 
 
-def gradient_norm(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def gradient_norm(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """gradient-norm: a norm for clipping that counts replicated parameters once per rank, and so clips early.
 
     The given function is called on simulated ranks with the plan applied, and compared with the unsharded model's norm.
@@ -193,16 +193,16 @@ def _on_rank(rank: int, *, models: list[Any], feed: Any, sharding: Any, function
     return float(function(model, mesh))
 
 
-def layers(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def layers(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """layers: what FSDP wraps and checkpointing recomputes, against the blocks that the model has.
 
     Such mistakes are silent: nothing was wrapped, or children of blocks were; a class is not in this instance; a tower
     was missed; a unit holds two dtypes. Settings are class names, paths, patterns, modules, or a function of the model.
     """
-    given = subject.settings.layers
-    if given is None:
+    settings = subject.settings.layers
+    if settings is None:
         return
-    for purpose, setting in (given if isinstance(given, Mapping) else {"layers": given}).items():
+    for purpose, setting in (settings if isinstance(settings, Mapping) else {"layers": settings}).items():
         chosen, unknown = _modules(subject, setting)
         for name in unknown:
             classes = {type(module).__name__ for module in subject.modules.values()}

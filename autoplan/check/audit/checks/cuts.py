@@ -16,7 +16,7 @@ from autoplan.values import Finding, IntegerEdit, SplitLogits, VocabularyTable
 from autoplan.values.reasons import DoesNotDivide, sentence
 
 
-def pairing(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def pairing(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """pairing: one side of a column/row pair is cut and the other is not.
 
     All weights along one axis are cut, or none of them; or the output is gathered, or the input split first, which
@@ -30,8 +30,8 @@ def pairing(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterato
         weights = [w for w in weights if w.is_matrix and w.module not in logits]
         if not axis.split or len(weights) < 2:
             continue
-        kept = [w for w in weights if w.said.line is not None and w.said.line.style not in EXACT_ALONE]
-        cut = [w for w in kept if w.said.dim == places.get(w.name, w.fact.dim)]
+        not_exact_alone = [w for w in weights if w.said.line is not None and w.said.line.style not in EXACT_ALONE]
+        cut = [w for w in not_exact_alone if w.said.dim == places.get(w.name, w.fact.dim)]
         whole = [w for w in weights if w.said.dim is None]
         if cut and whole:
             groups.setdefault((axis.size, tuple(starred(w.name) for w in whole)), []).append((cut, whole))
@@ -51,7 +51,7 @@ _SHARDED_OUT, _SHARDED_IN = ("colwise", "packed_colwise"), ("rowwise", "packed_r
 _KNOWN = (*_SHARDED_OUT, *_SHARDED_IN, "colwise_gather_output", "rowwise_split_input", "replicate")
 
 
-def edges(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def edges(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """edges: what one layer hands on is not what the next one takes.
 
     Each style says how its input and output lie on ranks (whole, a shard, a part of the sequence). From a weight to the
@@ -84,11 +84,11 @@ def _edges(subject: Audited) -> Iterator[tuple[Weight, Weight]]:
         if taken is None:
             continue
         for other in _makers(flow, box):
-            given = _weight(subject, node_of(flow, other), "out")
-            if given is None or not given[1] & taken[1] or (given[0].name, taken[0].name) in seen:
+            producer = _weight(subject, node_of(flow, other), "out")
+            if producer is None or not producer[1] & taken[1] or (producer[0].name, taken[0].name) in seen:
                 continue
-            seen.add((given[0].name, taken[0].name))
-            yield from subject.alike(given[0], taken[0])
+            seen.add((producer[0].name, taken[0].name))
+            yield from subject.alike(producer[0], taken[0])
 
 
 def _makers(flow: Any, box: int) -> Iterator[int]:
@@ -131,7 +131,7 @@ def _lies(subject: Audited, weight: Weight, side: Literal["input", "output"]) ->
     return "a shard" if sharded and type(layout).__name__ != "Replicate" else "whole"
 
 
-def layouts(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def layouts(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """layouts: a weight is cut along a dim that cannot be cut, or into other rows than its neighbours.
 
     Each dim is an axis that other tensors share; a cut along the wrong one meets them with other rows, or with a part
@@ -164,7 +164,7 @@ def _wrong_cut(subject: Audited, weight: Weight) -> str:
     return ""
 
 
-def packed(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def packed(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """packed: a fused weight (query, key, value; gate, up) is cut as if it were one.
 
     A plain cut gives rank 0 all queries and no value; shapes stay legal and the output is wrong. Each segment must be
@@ -192,7 +192,7 @@ def packed(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator
         yield subject.suspect(check, pattern, text, hint, names=names)
 
 
-def units(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def units(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """units: what is cut is not divisible by the tensor-parallel size.
 
     Features may be divisible where heads are not: 2 key/value heads of 128 features over 4 ranks leave half a head
@@ -252,7 +252,7 @@ def _width(subject: Audited, parameter: str, dim: int, units: int) -> int:
     return 1
 
 
-def head_counts(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def head_counts(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """head-counts: an integer in the model's own code and the split disagree.
 
     `view(b, t, self.num_heads, head_dim)` on a rank with half of the heads raises, or runs and is wrong; so do heads
@@ -268,10 +268,10 @@ def head_counts(check: str, subject: Audited, found: tuple[Finding, ...]) -> Ite
             near = edit.pattern in (weight.module, weight.module.rpartition(".")[0])
             if near and line is not None and weight.said.dim is not None and line.style not in EXACT_ALONE:
                 groups.setdefault((line.pattern, edit.name, edit.old, edit.new), []).append(weight)
-    told: set[tuple[str, int]] = set()
+    reported: set[tuple[str, int]] = set()
     for (pattern, attribute, old, new), weights in groups.items():
-        if (attribute, old) not in told:  # once, at the first line that splits what the number counts
-            told.add((attribute, old))
+        if (attribute, old) not in reported:  # once, at the first line that splits what the number counts
+            reported.add((attribute, old))
             module = weights[0].module.rpartition(".")[0]
             text = f"{module} computes with {attribute}={old}, but a rank holds {new}"
             hint = f"set {attribute} to {new} on this module when sharding it"

@@ -22,7 +22,7 @@ _SUMS = ("moe_tp_experts", "all_reduce")
 _WRAPPING = ("edited", "read", "shape")
 
 
-def norms(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def norms(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """norms: a statistic (norm, softmax, top-k, mean) over an axis that is split, so that each rank normalises by its
     shard.
 
@@ -50,8 +50,8 @@ def _cut_along(subject: Audited, call: int) -> Iterator[Weight]:
     """Weights that the plan cuts along the axes which a call sums over, and whose output it keeps cut."""
     shards, trace = subject.solution.shards, subject.solution.trace
     assert shards is not None
-    made = trace.calls[call]
-    axes = {leaf for tensor in made.reads for leaf in shards.split_leaves(tensor)}
+    run = trace.calls[call]
+    axes = {leaf for tensor in run.reads for leaf in shards.split_leaves(tensor)}
     for name, tensor in trace.by_name.items():
         weight = subject.by_name.get(name)
         if weight is None or not weight.is_matrix or not axes & shards.split_leaves(tensor):
@@ -62,7 +62,7 @@ def _cut_along(subject: Audited, call: int) -> Iterator[Weight]:
             yield weight
 
 
-def gradients(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def gradients(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """gradients: a gradient that ranks must sum and do not, or sum twice.
 
     A whole weight that meets only this rank's heads (query and key norms, per-head scalars) gets a part of its gradient
@@ -95,7 +95,7 @@ def gradients(check: str, subject: Audited, found: tuple[Finding, ...]) -> Itera
         yield subject.suspect(check, subject.patterns(names), text, hint, names=[*names, *alike])
 
 
-def tied(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def tied(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """tied: one parameter under two names, and the two are treated differently.
 
     A plan that names both with different cuts shards it twice, and torch's `parallelize_module` unties the two without
@@ -122,7 +122,7 @@ def tied(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[F
             yield subject.suspect(check, where, text, hint, names=weight.names)
 
 
-def experts(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def experts(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """experts: partial sums of experts, router and shared expert must each be summed once.
 
     A plan that cuts expert weights must say what sums their output (`moe_tp_experts` on the module that holds them),
@@ -160,7 +160,7 @@ def experts(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterato
         yield subject.suspect(check, where, text, hint, names=names)
 
 
-def sequence(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def sequence(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """sequence: sequence-parallel styles, and who reads the sequence that they cut.
 
     Between split regions the stream holds this rank's positions only: rotary tables and masks derive their length from
@@ -198,7 +198,7 @@ def sequence(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
     yield subject.suspect(check, where, text, hint, names=names)
 
 
-def wrapping(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def wrapping(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """wrapping: the code around a layer forbids to wrap it.
 
     torch's and transformers' styles make the weight a DTensor and the output a view of one. Code that changes the

@@ -23,7 +23,7 @@ _SAID: dict[type[Any], str] = {
 }  # integers have a check of their own (head_counts.py)
 
 
-def runtime(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def runtime(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """runtime: a plan of ours does something else than its choices need.
 
     All that a Plan does on a rank follows from which weights are cut: it is derived again from the plan's own choices,
@@ -57,20 +57,20 @@ def runtime(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterato
 
 def _expanded(items: tuple[Any, ...], names: dict[str, Any]) -> dict[str, set[Any]]:
     """Return what is said of each name, by whatever pattern."""
-    said: dict[str, set[Any]] = {}
+    texts: dict[str, set[Any]] = {}
     for item in items:
         for name in names if "*" in item.pattern else (item.pattern,):
             if matches(item.pattern, name):
-                text, known = row_text(replace(item, pattern="")), said.setdefault(name, set())
-                known.add(f"{text} twice" if text in known else text)
-    return said
+                text, texts_of_name = row_text(replace(item, pattern="")), texts.setdefault(name, set())
+                texts_of_name.add(f"{text} twice" if text in texts_of_name else text)
+    return texts
 
 
 def _modules(subject: Audited, patterns: tuple[str, ...]) -> set[str]:
     return {name for name in subject.modules for pattern in patterns if matches(pattern, name)}
 
 
-def numbers(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def numbers(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """numbers: the plan, run on simulated ranks, does not compute what the model computes.
 
     Outputs and every gradient of a tiny clone under the plan, by the plan's own library, against the unsharded model in
@@ -103,7 +103,7 @@ def numbers(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterato
     yield Finding(check, "error", where, text, hint, proof=proof, kind="wrong-numbers", places=places)
 
 
-def rounding(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def rounding(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """rounding: is a difference between sizes a bug, or the order of sums?
 
     A sum over ranks adds in another order, which in bfloat16 alone moves logits in the third digit. Exact in double

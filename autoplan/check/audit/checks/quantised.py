@@ -28,8 +28,8 @@ def partings(
 ) -> tuple[Parting, ...]:
     """The weights that part at a size, each with its first tensor that does."""
     lines = ((weight, plan.line_for(weight.name)) for weight in packed)
-    said = ((w, said_by(plan, line, w.name, w.shape, modules, tp)) for w, line in lines if line is not None)
-    return tuple(one for weight, cut in said if (one := parting(weight, cut, tp)) is not None)
+    cuts = ((w, said_by(plan, line, w.name, w.shape, modules, tp)) for w, line in lines if line is not None)
+    return tuple(divided for weight, cut in cuts if (divided := parting(weight, cut, tp)) is not None)
 
 
 def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
@@ -89,7 +89,7 @@ def _said(rows: Sequence[int]) -> str:
 _WAYS_OUT = "place experts on different ranks, use fewer ranks, or replicate it: see autoplan.plan"
 
 
-def quantised(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def quantised(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """quantised: a weight and its scales must be cut together, between blocks; else numbers are rescaled by the wrong
     block.
 
@@ -97,8 +97,8 @@ def quantised(check: str, subject: Audited, found: tuple[Finding, ...]) -> Itera
     """
     if subject.plan.plan is None:  # a plan of ours cuts stored tensors with their weight
         parted: dict[tuple[str, str, str], list[str]] = {}
-        for one in partings(subject.plan, subject.packed, subject.modules, subject.tp_size):
-            parted.setdefault((one.line.pattern, one.message, one.proof), []).append(one.weight)
+        for divided in partings(subject.plan, subject.packed, subject.modules, subject.tp_size):
+            parted.setdefault((divided.line.pattern, divided.message, divided.proof), []).append(divided.weight)
         for (pattern, message, proof), names in parted.items():
             size = sum(weight.bytes for weight in subject.packed if weight.name in names)
             yield Finding(check, "error", pattern, f"{subject.folded(names)}: {message}", _WAYS_OUT, size, proof)

@@ -15,28 +15,28 @@ from autoplan.values import Finding
 _ENOUGH = 0.9
 
 
-def dead_keys(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def dead_keys(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """dead-keys: a key that matches nothing in the model.
 
     Libraries skip such a key with a log line at best, and the weights it was written for stay whole on every rank. The
     hint names the nearest path that exists. DeepSpeed's AutoTP reads no specs for what is no linear layer and no table.
     """
-    known = [*subject.modules, *subject.parameters]
+    names = [*subject.modules, *subject.parameters]
     for line in subject.plan.lines:
-        if not any(subject.plan.reaches(line, name) for name in known):
+        if not any(subject.plan.reaches(line, name) for name in names):
             # What a key may have been meant for: names without a row, for a sharding style with one matrix to shard
             able = {n for w in subject.weights if w.fact.dim is not None and w.is_matrix for n in w.names}
             owners = Counter(name.rpartition(".")[0] for name in able)
             able |= {owner for owner, matrices in owners.items() if matrices == 1}
             cuts = CUTS.get(line.style, "any") not in ("whole", "nothing")
-            free = [name for name in known if subject.plan.line_for(name) is None and (name in able or not cuts)]
+            free = [name for name in names if subject.plan.line_for(name) is None and (name in able or not cuts)]
             close = meant(line.pattern, fold_names(free))
             if subject.plan.dialect == "deepspeed":
                 shown = ", ".join(fold_names(subject.parameters)[:3])
                 hint = f"DeepSpeed matches from the start of a name (begin with '.*'); names look like {shown}"
                 yield Finding(check, "warn", line.pattern, f"{line} matches no parameter that is not yet matched", hint)
                 continue
-            if subject.plan.dialect == "transformers" and any(matches(line.pattern, name) for name in known):
+            if subject.plan.dialect == "transformers" and any(matches(line.pattern, name) for name in names):
                 if line.pattern.startswith("*"):
                     text, hint = "transformers never looks up * in the first place", "write one row for each number"
                 else:
@@ -58,12 +58,12 @@ def dead_keys(check: str, subject: Audited, found: tuple[Finding, ...]) -> Itera
                 yield Finding(check, "warn", line.pattern, text, "remove it: it is replicated")
 
 
-def prefixes(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def prefixes(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """prefixes: keys that are right but for the path in front of them (`model.`, `model.language_model.`).
 
     Nothing matches, nothing is split, and nothing is said. Where one prefix fixes several keys, it is named.
     """
-    dead = [f.where for f in found if f.check == "dead-keys"]
+    dead = [f.where for f in earlier if f.check == "dead-keys"]
     if not dead:
         return
     shapes = {starred(name) for name in [*subject.modules, *subject.parameters]}
@@ -80,7 +80,7 @@ def prefixes(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
         yield Finding(check, "warn", ", ".join(list(stripped)[:3]), text, hint)
 
 
-def overlaps(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def overlaps(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """overlaps: two keys that say different things of one module or parameter.
 
     torch applies both styles, one after the other; transformers takes the more exact key. Either way one of the two
@@ -100,22 +100,22 @@ def overlaps(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
             yield Finding(check, "warn", subject.folded(names), text, hint)
 
 
-def dialects(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def dialects(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """dialects: words that the plan's own library does not know, or knows under another name.
 
     One unknown style may discard a whole plan; old names of transformers' styles are gone or going; and a dict handed
     to `DistributedConfig(tp_plan=…)` is laid over the shipped plan, whose other rules stay in force.
     """
-    known: frozenset[str] = frozenset()
+    styles: frozenset[str] = frozenset()
     if subject.plan.dialect == "transformers":
         from autoplan.hf.own_sharding import known_styles
 
-        known = known_styles()
+        styles = known_styles()
         # Rules of the shipped plan that a dict does not name, and that transformers keeps
         shipped = conventions().shipped_plan(subject.model)
-        kept = [f"{key}: {style}" for key, style in shipped.items() if key not in subject.plan.raw]
-        if subject.plan.lines and kept:
-            text = f"DistributedConfig(tp_plan=…) would also apply shipped rules: {few(kept)}"
+        added = [f"{key}: {style}" for key, style in shipped.items() if key not in subject.plan.raw]
+        if subject.plan.lines and added:
+            text = f"DistributedConfig(tp_plan=…) would also apply shipped rules: {few(added)}"
             yield Finding(check, "note", "", text, "write 'replicate' for the ones to disable")
     level: Level = "error" if subject.is_wrong else "warn"
     proof = subject.proof() if subject.is_wrong else ""
@@ -127,7 +127,7 @@ def dialects(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
             text = f"{line} is a string among style objects: parallelize_module refuses it"
             objects = "ColwiseParallel() or RowwiseParallel()" if "wise" in line.style else "a ParallelStyle object"
             yield Finding(check, level, line.pattern, text, f"use {objects}", proof=proof)
-        elif subject.plan.dialect == "transformers" and known and written not in known:
+        elif subject.plan.dialect == "transformers" and styles and written not in styles:
             text = f"{line}: the installed transformers has no style {written!r}"
             yield Finding(check, level, line.pattern, text, f"write {line.style!r}", proof=proof)
         elif subject.plan.dialect == "transformers" and written != line.style:
@@ -135,7 +135,7 @@ def dialects(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
             yield Finding(check, "note", line.pattern, text, f"write {line.style!r}")
 
 
-def coverage(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def coverage(check: str, subject: Audited, earlier: tuple[Finding, ...]) -> Iterator[Finding]:
     """coverage: how much of what could be split is split, and the largest weights that the plan leaves whole.
 
     A plan may be right and still run out of memory. Counted are weights with two dims or more that analysis can split.
@@ -147,8 +147,8 @@ def coverage(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
         text, level = f"the plan shards nothing: {bytes_text(total)} are replicated", "warn"
         known, lines = [*subject.modules, *subject.parameters], subject.plan.lines
         # Names of rows that are nearly right are corrected by their own findings, and DeepSpeed's are expressions
-        told = subject.plan.dialect == "deepspeed" or any(finding.check == "prefixes" for finding in found)
-        if lines and not told and not any(subject.plan.reaches(line, name) for line in lines for name in known):
+        reported = subject.plan.dialect == "deepspeed" or any(finding.check == "prefixes" for finding in earlier)
+        if lines and not reported and not any(subject.plan.reaches(line, name) for line in lines for name in known):
             text, level = f"no row matches the model, so {text}", "error"  # the plan of another model
         yield Finding(check, level, "", text, "see `autoplan plan` for what can be sharded", total)
         return
@@ -161,15 +161,15 @@ def coverage(check: str, subject: Audited, found: tuple[Finding, ...]) -> Iterat
     held = sum(weight.bytes for weight in missed) * (subject.tp_size - 1) // subject.tp_size
     text = f"{share:.0%} of the shardable bytes are sharded; {_largest(subject, missed)} are replicated"
     # The stack whose blocks are split least, where that is less than half.
-    said = []
+    parts = []
     for stack in subject.stacks:
         mine = [weight for weight in able if any(is_under(block, weight.name) for block in stack.fqns)]
         whole = sum(weight.bytes for weight in mine if weight in missed)
         total = sum(weight.bytes for weight in mine)
         if total and whole / total > 0.5:
-            said.append(f"blocks of {stack.name} are sharded by {1 - whole / total:.0%}")
-    level = "warn" if share < _ENOUGH or said else "note"
-    hint = "; ".join([*said, "`autoplan plan` shards them"])
+            parts.append(f"blocks of {stack.name} are sharded by {1 - whole / total:.0%}")
+    level = "warn" if share < _ENOUGH or parts else "note"
+    hint = "; ".join([*parts, "`autoplan plan` shards them"])
     first = subject.folded([weight.name for weight in missed if starred(weight.name) == starred(missed[0].name)])
     yield Finding(check, level, first, text, hint, held)
 

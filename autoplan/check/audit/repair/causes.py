@@ -220,15 +220,15 @@ def _renamed_rows(subject: Audited, plan: Plan, other: Plan) -> dict[str, Differ
     """Rows that are right but for their patterns, by the names that they were meant for: these match nothing, or fewer
     blocks than they must."""
     apart: dict[str, Difference] = {}
-    known = dict.fromkeys((*subject.modules, *subject.parameters))
+    names_of_model = dict.fromkeys((*subject.modules, *subject.parameters))
     kinds = [
         [[(row.pattern, text_of(row)) for row in rows_of(each)] for each in (plan, other)] for rows_of, text_of in _ROWS
     ]
     for mine, its in kinds:
         missing = [row for row in its if row not in mine]
         for pattern, text in (row for row in mine if row not in its):
-            names = {name for name in known if matches(pattern, name)}
-            alike = {p: {name for name in known if matches(p, name)} for p, same in missing if same == text}
+            names = {name for name in names_of_model if matches(pattern, name)}
+            alike = {p: {name for name in names_of_model if matches(p, name)} for p, same in missing if same == text}
             wider = [p for p, of_model in alike.items() if names < of_model]
             meant_as = nearest(pattern, wider, count=1)
             if not meant_as:
@@ -236,7 +236,7 @@ def _renamed_rows(subject: Audited, plan: Plan, other: Plan) -> dict[str, Differ
             (right,) = meant_as
             missing.remove((right, text))
             if names:
-                left_out = subject.folded(name for name in known if name in alike[right] - names)
+                left_out = subject.folded(name for name in names_of_model if name in alike[right] - names)
                 difference = Difference(f"the row for {pattern} leaves out {left_out}", f"write `pattern: {right}`")
             else:
                 old, new = _apart(pattern, right)
@@ -263,12 +263,12 @@ def _apart(path: str, other: str) -> tuple[str, str]:
     >>> _apart("layers.0.up", "model.layers.0.up")
     ('layers', 'model.layers')
     """
-    one, two = path.split("."), other.split(".")
-    begin = len(commonprefix([one, two]))
-    end = len(commonprefix([one[begin:][::-1], two[begin:][::-1]]))
-    if begin + end == min(len(one), len(two)):  # a part more, or one less: with the part beside it
+    parts, other_parts = path.split("."), other.split(".")
+    begin = len(commonprefix([parts, other_parts]))
+    end = len(commonprefix([parts[begin:][::-1], other_parts[begin:][::-1]]))
+    if begin + end == min(len(parts), len(other_parts)):  # a part more, or one less: with the part beside it
         begin, end = (begin, end - 1) if end else (begin - 1, end)
-    return ".".join(one[begin : len(one) - end]), ".".join(two[begin : len(two) - end])
+    return ".".join(parts[begin : len(parts) - end]), ".".join(other_parts[begin : len(other_parts) - end])
 
 
 def differences(subject: Audited, other: Plan) -> dict[str, Difference]:
@@ -335,8 +335,8 @@ def with_differences(subject: Audited, findings: Sequence[Finding], other: Plan)
         existing = [name for name in names if name in subject.modules or name in subject.parameters]
         written = tuple(name for name in names if name not in existing)
         places, proof = (*written, *subject.patterns(existing)), subject.proof(names)
-        said = difference.text, difference.fix
-        causes.append(Finding("runtime", "error", few(places), *said, 0, proof, places=places))
+        texts = difference.text, difference.fix
+        causes.append(Finding("runtime", "error", few(places), *texts, 0, proof, places=places))
     # The plan of another model: each difference follows from that
     whole = [f for f in findings if f.check == "coverage" and f.level == "error"]
     causes = [*whole, *(replace(f, kind="follows", hint="") if whole else f for f in causes)]

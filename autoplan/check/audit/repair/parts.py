@@ -211,8 +211,10 @@ def sequence_ways(
     tables = [starred(e.pattern) for e in ends if e.style.startswith("embedding_rowwise")]
     heads = [starred(e.pattern) for e in ends if starred(e.pattern) not in tables]
     marked = {name: style for name, style in says.items() if _is_norm(style) and _cuts_sequence(style)}
-    kept = {name: style for name, style in marked.items() if "*" not in name and type(style) is not SequenceParallel}
-    marked = {name: style for name, style in marked.items() if name not in kept}  # rotary tables are not norms
+    unchanged = {
+        name: style for name, style in marked.items() if "*" not in name and type(style) is not SequenceParallel
+    }
+    marked = {name: style for name, style in marked.items() if name not in unchanged}  # rotary tables are not norms
     within = {name: style for name, style in whole.items() if _is_norm(style)}  # norms of heads
     classes = {type(subject.modules[name]).__name__ for name in subject.modules if starred(name) in marked}
     norms = {starred(name) for name, module in subject.modules.items() if type(module).__name__ in classes}
@@ -246,7 +248,7 @@ def sequence_ways(
             **{name: by_rows(name)(input_layouts=Replicate(), output_layouts=Shard(1), **stream) for name in tables},
             **{name: by_rows(name)(output_layouts=Shard(1), **stream) for name in rows},
             **within,
-            **kept,
+            **unchanged,
         }
         if gathering is not None:
             norms_of = {name: SequenceParallel() if name in last else gathering for name in norms}

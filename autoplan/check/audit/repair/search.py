@@ -109,9 +109,9 @@ def needs_repair(subject: Audited, findings: Iterable[Finding]) -> bool:
     if any(finding.level == "error" or finding.check == "dead-keys" for finding in findings):
         return True
     clone = subject.extra.get("clone")
-    known = {name for name, _ in clone.model.named_modules()} if clone is not None else set()
+    module_names = {name for name, _ in clone.model.named_modules()} if clone is not None else set()
     single = {line.pattern for line in subject.plan.lines if "*" not in line.pattern and block_of(line.pattern)}
-    return clone is not None and not single <= known
+    return clone is not None and not single <= module_names
 
 
 def repair(subject: Audited, source: Any) -> Repair | None:
@@ -146,9 +146,9 @@ def repair(subject: Audited, source: Any) -> Repair | None:
         own = ([change for change in group or () if once.get(change.names) is change] for group in changes)
         groups = [_as_written(group, rows, trials) for group in own if group]
         renamed = _renamed([change for group in groups for change in group], rows, subject, dialect)
-        kept = _still_tangled(tangled, groups)
+        still_tangled = _still_tangled(tangled, groups)
         for more in [renamed, []] if renamed else [[]]:  # a key that matches nothing may have been meant for nothing
-            if (corrected := _together([*kept, *groups, *more], rows, trials)) is not None:
+            if (corrected := _together([*still_tangled, *groups, *more], rows, trials)) is not None:
                 return corrected
         if not groups and not trusting and not subject.is_wrong and not all_dead:
             return None  # right as it is, but for keys that match nothing
@@ -160,13 +160,13 @@ def _still_tangled(
     tangled: Iterable[tuple[Change, ...]], groups: Iterable[tuple[Change, ...]]
 ) -> list[tuple[Change, ...]]:
     """Return the changes of wide rows without what a narrower row hands back to them."""
-    kept: list[tuple[Change, ...]] = []
+    changes: list[tuple[Change, ...]] = []
     for change in (change for group in tangled for change in group):
         back = {name for group in groups for other in group if change.key in other.covered for name in other.names}
         names = tuple(name for name in change.names if name not in back)
         if names:
-            kept.append((replace(change, names=names),))
-    return kept
+            changes.append((replace(change, names=names),))
+    return changes
 
 
 def _after_renaming(
@@ -325,22 +325,22 @@ def _renamed(
     """Keys that match nothing, written as the paths that they were meant for, where those have no row."""
     taken = {name for row in rows for name in row.names} | {name for change in changes for name in change.names}
     done = {repr(change.renames) for change in changes}
-    known = [name for name in [*subject.modules, *subject.parameters] if name]
+    model_names = [name for name in [*subject.modules, *subject.parameters] if name]
     result: list[tuple[Change, ...]] = []
     for row in rows:
         if row.names or repr(row.key) in done:
             continue
         text = starred(plain_key(row.key))
-        below = [name for name in known if f".{starred(name)}".endswith(f".{text}")]
+        below = [name for name in model_names if f".{starred(name)}".endswith(f".{text}")]
         shorter = text.partition(".")[2]
-        names = below or [name for name in known if shorter and starred(name) == shorter]
+        names = below or [name for name in model_names if shorter and starred(name) == shorter]
         if isinstance(row.key, tuple):  # AutoTP matches from the start of a name: elsewhere too?
             inside = dialect.written([(tuple(f".*{expression}" for expression in row.key), row.value)])
             reached = [name for name in subject.parameters if spec_for(inside, name) is not None]
             names = [name.removesuffix(".weight") for name in reached] or names
         if not names:
-            close = meant(plain_key(row.key), fold_names(known))
-            names = [name for name in known if close and starred(name) == starred(close[0])]
+            close = meant(plain_key(row.key), fold_names(model_names))
+            names = [name for name in model_names if close and starred(name) == starred(close[0])]
         if names and not taken & set(names):
             taken |= set(names)
             result.append((Change(tuple(names), patterns_of(subject, names), None, row.value, None, row.key),))
