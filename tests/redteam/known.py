@@ -20,7 +20,6 @@ KNOWN: dict[str, str] = {
     "functionals/CurvatureOfRows@tp4": "as at tp 2",
     "functionals/TransformsOfCalls@tp2": "a sound model is refused: sizes inside of vmap over a backward are a rank's",
     "functionals/TransformsOfCalls@tp4": "as at tp 2",
-    "namings/MaskByWeight@tp2": "wrong: a view of a weight is another key in each call, and nothing shows it",
     "namings/OwnKindOfParameter@tp2": "a sound model is refused: copies of parameters lose their class",
     "namings/OwnKindOfParameter@tp4": "as at tp 2",
     "penalties/JacobianOfHidden@tp2": "a sound model is refused: inputs are looked for without gradients, where it "

@@ -237,6 +237,9 @@ class PathGuard:
             self.situations.add(*self.asked, always=always)
         with DisableTorchFunction():
             kept_parts = self.kept.note(self.model, watch.marks)
+            by_weight = self.kept.by_weight(self.model, watch.marks)
+        if by_weight:
+            self._say(f"{', '.join(by_weight)} has weights as keys, which the next call will not find", "use names")
         if kept_parts and self.action != "refuse":
             self.kept.places.clear()
             self._say(f"modules keep values that are local to a rank: {', '.join(kept_parts)}", "")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from types import CodeType, FrameType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from autoplan.values import Instruction, SequenceBoundary
 from autoplan.values.instructions.base import Spread
 
 PART, GRADIENT = "part", "gradient"
+_BY_KEYS = (dict, set, WeakKeyDictionary, WeakIdKeyDictionary)
 Shape = tuple[int, ...]
 
 
@@ -64,6 +66,9 @@ class Marks:
     def remove(self, value: Any) -> None:
         for _, tensor in flatten_tensors(value):
             self.tensors.pop(tensor, None)
+
+    def is_weight(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value in self.weights
 
     def any_in(self, value: Any) -> bool:
         return bool(self.kind_in(value))
@@ -195,6 +200,15 @@ class Kept:
                         self.places[place] = f"{name}.{attribute}".lstrip(".") + inside
                         new[self.places[place]] = None
         return list(new)
+
+    def by_weight(self, model: nn.Module, marks: Marks) -> list[str]:
+        """Return the containers that a traced call left with weights as keys: the next call reads new views."""
+        return [
+            f"{name}.{attribute}".lstrip(".")
+            for name, _, state, attributes in self._states(model)
+            for attribute in attributes
+            if isinstance(container := state.get(attribute), _BY_KEYS) and any(map(marks.is_weight, [*container]))
+        ]
 
     def _states(self, model: nn.Module) -> Iterator[tuple[str, int, dict[str, Any], Iterable[str]]]:
         for name, _ in model.named_modules():
