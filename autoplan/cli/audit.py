@@ -45,6 +45,9 @@ def audit(
     claims: Annotated[
         bool, typer.Option("--claims", help="Verify all claims of the class: tp, ep, pp, cp, checkpointing.")
     ] = False,
+    cp: Annotated[
+        bool, typer.Option("--cp", help="Verify the claim of context parallelism alone, as accelerate would run it.")
+    ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
@@ -58,8 +61,8 @@ def audit(
     if as_json + as_sarif + as_markdown > 1:
         raise AutoplanError("--json, --sarif and --markdown exclude each other", hint="choose one")
     levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
-    if claims:
-        report = _claims(model, tp, trust_remote_code, as_json, output)
+    if claims or cp:
+        report = _claims(model, tp, "" if claims else "context-parallel", trust_remote_code, as_json, output)
         raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
     from rich.console import Group
 
@@ -87,14 +90,14 @@ def audit(
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
 
 
-def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output: Path | None) -> Report:
+def _claims(model: str, tp: int, only: str, trust_remote_code: bool, as_json: bool, output: Path | None) -> Report:
     from autoplan.emit.tables.audit_report import claims_view
 
     with progress(f"verifying the claims of {model}"):
         from autoplan.check.audit.claims import audit_claims
         from autoplan.hf.source import resolve
 
-        report = audit_claims(resolve(model, trust_remote_code=trust_remote_code), tp)
+        report = audit_claims(resolve(model, trust_remote_code=trust_remote_code), tp, only=only)
     emit(claims_view(report), report.to_dict(), as_json, output)
     return report
 

@@ -48,7 +48,7 @@ def test_every_check_is_one_documented_function() -> None:
     names = [check.name for check in CHECKS]
     texts = [path.read_text() for path in folder.glob("*.py")]
     written = [
-        name for text in texts for name in re.findall(r"^def (\w+)\(check: str, subject: Audited, found", text, re.M)
+        name for text in texts for name in re.findall(r"^def (\w+)\(check: str, subject: Audited, earlier", text, re.M)
     ]
     assert sorted(names) == sorted(name.replace("_", "-") for name in written)
     for check in CHECKS:

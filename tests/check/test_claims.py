@@ -81,10 +81,21 @@ def test_context_parallelism_that_is_right() -> None:
     model = clone_of(source).model
     assert not list(tried._context(source, model, True)) and not list(tried._context(source, model, None))
     (finding,) = tried._context(source, model, False)
-    assert finding.level == "note"
+    assert finding.level == "note" and "its results match one device; support is not claimed" in finding.message
     toy = decoder()
     (untried,) = tried._context(resolve(toy), toy, True)
     assert untried.level == "warn", "it returns no logits by that name"
+
+
+@pytest.mark.hosts
+def test_one_claim_alone_and_what_is_not_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate", reason=ABSENT)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", "mamba2", "--cp", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    (finding,) = report["findings"]
+    assert ended.value.code == 0 and report["details"]["claims"] == {"context-parallel": "not claimed"}
+    assert "it cannot run" in finding["message"] and finding["hint"] == "plan it with cp_size=2"
 
 
 def test_blocks_that_no_class_names() -> None:

@@ -35,8 +35,9 @@ class Verdict(StrEnum):
     NOT_CLAIMED = "not claimed"
 
 
-def audit_claims(source: Any, tp_size: int = 2) -> Report:
-    """Try every claim of a model's class. `details["claims"]` says of each: holds, wrong, doubtful, or not claimed."""
+def audit_claims(source: Any, tp_size: int = 2, *, only: str = "") -> Report:
+    """Try every claim of a model's class, or one. `details["claims"]` says of each: holds, wrong, doubtful, or not
+    claimed."""
     import torch
 
     from autoplan.check.verify.clone import clone_of
@@ -53,6 +54,8 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
     findings: list[Finding] = []
 
     def noted(claim: str, is_made: bool, more: Iterator[Finding]) -> None:
+        if only not in ("", claim):
+            return
         own = [replace(finding, check=claim) for finding in more]
         levels = {finding.level for finding in own}
         verdicts[claim] = (
@@ -201,16 +204,19 @@ def _context(source: Any, model: Any, is_claimed: bool | None) -> Iterator[Findi
         return
     over = f"over {RANKS} ranks of accelerate's context parallelism"
     if outcome.error is None and is_claimed:
-        hint = "autoplan.plan(model, cp_size=2)"
+        hint = "plan it with cp_size=2"
         yield Finding("", "error", "", f"it cannot run {over}: {outcome.why}", hint, kind="cannot-run")
     elif outcome.error is not None and outcome.error > ALLOWED and is_claimed:
         why = "" if outcome.attends else ", and attention never calls scaled_dot_product_attention"
         off = f"logits are off by {outcome.error:.2g} (allowed {ALLOWED:g})"
         proof = f"{off}; the first value that differs: {outcome.first}"
         text = f"{over}, its results are wrong without an error{why}"
-        yield Finding("", "error", "", text, "autoplan.plan(model, cp_size=2)", proof=proof, kind="wrong-numbers")
-    elif outcome.error is not None and outcome.error <= ALLOWED and not is_claimed:
-        yield Finding("", "note", "", f"{over}, its results match one device, but support is not claimed")
+        yield Finding("", "error", "", text, "plan it with cp_size=2", proof=proof, kind="wrong-numbers")
+    elif not is_claimed:
+        text = f"it cannot run: {outcome.why}" if outcome.error is None else f"logits are off by {outcome.error:.2g}"
+        if outcome.error is not None and outcome.error <= ALLOWED:
+            text = "its results match one device"
+        yield Finding("", "note", "", f"{over}, {text}; support is not claimed", "plan it with cp_size=2")
 
 
 def _blocks(module: Any, names: tuple[str, ...]) -> Iterator[Finding]:
