@@ -303,10 +303,9 @@ def ordered(op: Any, mesh: DeviceMesh, args: Any, kwargs: Any) -> Any:
 
 
 def _may_be_in_rank_order(x: DTensor, owners: list[nn.Module]) -> Held | None:
-    """Return how a parameter lies that is kept in rank order, if a tensor has as many rows as it. What DTensor computed
-    of such a parameter and gathered is in rank order, too; a replicated parameter is not."""
-    own = held_of_memory(x) if all(placed.is_replicate() for placed in x.placements) else None
-    if own is not None and own.dim is None:
+    """Return how a parameter lies that is kept in rank order, if a tensor has as many rows as it, and is cut, or was
+    gathered by DTensor while it computed."""
+    if all(placed.is_replicate() for placed in x.placements) and x.grad_fn is None:
         return None
     all_held = (held_by(parameter) for parameter in parameters_of(owners))
     return next((held for held in all_held if held and held.in_rank_order and sum(held.room) in x.shape), None)
