@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from autoplan.api import plan
 from autoplan.common.files.plain import NotPlain, parse_plain
@@ -46,7 +47,7 @@ def plan_once(
     with fail_together(_voters(ranks), "plan_once"):
         # A digest of the model, the wishes and the versions.
         if isinstance(model, nn.Module):
-            tensors = [(name, list(tensor.shape)) for name, tensor in model.named_parameters()]
+            tensors = [(name, [] if is_lazy(p) else list(p.shape)) for name, p in model.named_parameters()]
             description = f"{type(model).__qualname__} {model_hash(model)} {tensors}"
         else:
             description = str(model.to_dict() if hasattr(model, "to_dict") else model)

@@ -148,7 +148,7 @@ class Reading:
             return name
         read = self._mapping(self._named(function.__globals__, set(names_in(function.__code__)), depth), depth)
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        cells += [value for name, value in sorted(vars(function).items()) if name != "__wrapped__"]
+        cells += [value for name, value in sorted(vars(function).items()) if not name.startswith("_")]
         around = (function.__defaults__, function.__kwdefaults__, cells)
         if function not in self.hashes:
             # The source, if it has its own: compiled code differs between versions of Python.

@@ -279,6 +279,7 @@ VARIANTS: dict[str, tuple[Any, Any]] = {
     "method of tensors": (torch.Tensor.relu, torch.Tensor.sigmoid),
     "slots": (Slots("a"), Slots("b")),
     "cached function": (_cached(2.0), _cached(3.0)),
+    "compiled function": tuple(torch.compile(_scaled(by), backend="eager") for by in (2.0, 3.0)),
     "module in a list": ([nn.LeakyReLU(0.1)], [nn.LeakyReLU(0.2)]),
 }
 

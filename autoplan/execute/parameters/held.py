@@ -183,6 +183,8 @@ class Reading:
 
     def forget_views(self) -> None:
         """Forget what the call that ends has read. Parameters get the attributes that its code has set on them."""
+        if torch.compiler.is_compiling():  # compiled code reads parameters anew
+            return
         for _, parameter, _, view in self.views.values():
             if view is not parameter and vars(view):
                 vars(parameter).update(attributes_of(view))
