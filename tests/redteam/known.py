@@ -12,6 +12,7 @@ KNOWN: dict[str, str] = {
     "lengths/PackedByOffsets@tp2": "a sound call is refused: it cuts split values at places that data says",
     "lengths/PackedByOffsets@tp4": "as at tp 2",
     "laboratories/PairBias@tp2": "a sound model is refused: no inputs are found for a layer of einops of four dims",
+    "newcomers/GaussianProcessHead@tp2": "a sound call is refused: its way in evaluation was not recorded",
     "makings/Ragged@tp2": "a sound model is refused: the rows of a nested tensor have no one size",
     "constrained/RowsRenormed@tp2": "a sound model is refused: weights that are replaced by .data are not split",
     "constrained/RowsRenormed@tp4": "as at tp 2",
